@@ -1,0 +1,215 @@
+"""Every exception that ggufstream raises on purpose, drawn once.
+
+::
+
+    GGUFStreamError
+    ├── FileError                        the file, or a shard of it        (exit 3)
+    │   ├── MissingFileError             also FileNotFoundError
+    │   ├── UnreadableFileError          also OSError: permissions, EIO, a FIFO, a folder
+    │   ├── NotGGUFError                 another format, HTML, a Git LFS pointer, empty
+    │   ├── TruncatedFileError           the file ends before what its header promises
+    │   ├── MalformedFileError           the header contradicts itself or the format
+    │   ├── UnsupportedFileError         valid, but a version or type that is not handled
+    │   └── FileChangedError             changed between two looks during one load
+    ├── DeviceError                      a backend, a device or memory     (exit 4)
+    │   ├── BackendUnavailableError      a library or driver is missing
+    │   ├── NoDeviceError                the backend works, but no device fits
+    │   ├── UnsupportedByDeviceError     the device's limits exclude a tensor
+    │   ├── OutOfDeviceMemoryError       also MemoryError
+    │   ├── OutOfHostMemoryError         also MemoryError
+    │   └── DeviceLostError
+    ├── OptionError                      also ValueError: an argument      (exit 2)
+    ├── UnknownTensorError               also KeyError: no tensor of that name
+    ├── PlanViolationError               used bytes differ from planned bytes: a bug here
+    └── ClosedError                      also RuntimeError: used after aclose()
+
+A message says what happened, where (file, tensor), the numbers, and what to do. The same facts are attributes, so
+that a program need not parse the text. The class decides the exit code of the command line (``exit_code``).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import ClassVar
+
+__all__ = [
+    "BackendUnavailableError",
+    "ClosedError",
+    "DeviceError",
+    "DeviceLostError",
+    "FileChangedError",
+    "FileError",
+    "GGUFStreamError",
+    "MalformedFileError",
+    "MissingFileError",
+    "NoDeviceError",
+    "NotGGUFError",
+    "OptionError",
+    "OutOfDeviceMemoryError",
+    "OutOfHostMemoryError",
+    "PlanViolationError",
+    "TruncatedFileError",
+    "UnknownTensorError",
+    "UnreadableFileError",
+    "UnsupportedByDeviceError",
+    "UnsupportedFileError",
+]
+
+
+class GGUFStreamError(Exception):
+    """Base of all errors of this package.
+
+    ``remedy`` is one sentence that says what the user can do; it is part of ``str()``.
+    """
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, what: str, *, remedy: str = "") -> None:
+        self.what = what
+        self.remedy = remedy
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        return f"{self.what}. {self.remedy}" if self.remedy else self.what
+
+
+class FileError(GGUFStreamError):
+    """Something is wrong with a file. ``file`` is its path as given; ``tensor`` and ``offset`` (bytes) where known."""
+
+    exit_code = 3
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        file: str | os.PathLike[str],
+        remedy: str = "",
+        tensor: str | None = None,
+        offset: int | None = None,
+        needed: int | None = None,
+        available: int | None = None,
+    ) -> None:
+        self.file = os.fspath(file)
+        self.tensor = tensor
+        self.offset = offset
+        self.needed = needed
+        self.available = available
+        super().__init__(f"{self.file}: {what}", remedy=remedy)
+
+
+class MissingFileError(FileError, FileNotFoundError):
+    """The path, or a shard that the header promises, does not exist."""
+
+
+class UnreadableFileError(FileError, OSError):
+    """The path exists but cannot be read as a regular file. ``errno`` is kept where the system gave one."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        file: str | os.PathLike[str],
+        remedy: str = "",
+        tensor: str | None = None,
+        offset: int | None = None,
+        errno: int | None = None,
+    ) -> None:
+        super().__init__(what, file=file, remedy=remedy, tensor=tensor, offset=offset)
+        self.errno = errno
+
+
+class NotGGUFError(FileError, ValueError):
+    """The bytes are not GGUF."""
+
+
+class TruncatedFileError(FileError, EOFError):
+    """The file is shorter than its header says; ``needed`` and ``available`` are bytes."""
+
+
+class MalformedFileError(FileError, ValueError):
+    """The header contradicts itself, the file's size or the format."""
+
+
+class UnsupportedFileError(FileError, ValueError):
+    """A valid file that uses a version, byte order or element type that is not handled."""
+
+
+class FileChangedError(FileError, OSError):
+    """The file was changed, replaced or cut while it was being loaded."""
+
+
+class DeviceError(GGUFStreamError):
+    """Something is wrong with a backend, a device or memory. ``backend`` names it."""
+
+    exit_code = 4
+
+    def __init__(self, what: str, *, backend: str, remedy: str = "") -> None:
+        self.backend = backend
+        super().__init__(f"{backend}: {what}", remedy=remedy)
+
+
+class BackendUnavailableError(DeviceError, ImportError):
+    """The backend's library or driver is not installed."""
+
+
+class NoDeviceError(DeviceError):
+    """The backend runs, but there is no device that may be used."""
+
+
+class UnsupportedByDeviceError(DeviceError, ValueError):
+    """A limit of the device excludes ``tensor``."""
+
+    def __init__(self, what: str, *, backend: str, remedy: str = "", tensor: str | None = None) -> None:
+        self.tensor = tensor
+        super().__init__(what, backend=backend, remedy=remedy)
+
+
+class _OutOfMemoryError(DeviceError, MemoryError):
+    def __init__(
+        self,
+        what: str,
+        *,
+        backend: str,
+        remedy: str = "",
+        needed: int | None = None,
+        available: int | None = None,
+    ) -> None:
+        self.needed = needed
+        self.available = available
+        super().__init__(what, backend=backend, remedy=remedy)
+
+
+class OutOfDeviceMemoryError(_OutOfMemoryError):
+    """The device has too little memory; ``needed`` and ``available`` are bytes where known."""
+
+
+class OutOfHostMemoryError(_OutOfMemoryError):
+    """The host has too little memory; ``needed`` and ``available`` are bytes where known."""
+
+
+class DeviceLostError(DeviceError):
+    """The driver gave the device up; nothing on it can be used any more."""
+
+
+class OptionError(GGUFStreamError, ValueError):
+    """An argument, option or environment variable has a value that cannot be used."""
+
+    exit_code = 2
+
+
+class UnknownTensorError(GGUFStreamError, KeyError):
+    """The model has no tensor of that name; ``name`` is what was asked for."""
+
+    exit_code = 2
+
+    def __init__(self, what: str, *, name: str, remedy: str = "") -> None:
+        self.name = name
+        super().__init__(what, remedy=remedy)
+
+
+class PlanViolationError(GGUFStreamError):
+    """Execution and plan disagree. This is a bug in ggufstream; please report it with the file's ``inspect --json``."""
+
+
+class ClosedError(GGUFStreamError, RuntimeError):
+    """A model, loader or backend was used after it was closed."""
