@@ -1,0 +1,1 @@
+"""Devices: what they can do, their memory, and how bytes get there."""

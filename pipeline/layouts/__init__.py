@@ -1,0 +1,10 @@
+"""How bytes lie at the destination. Pure: sizes, places and packing, no memory of their own."""
+
+from __future__ import annotations
+
+from ggufstream.layouts.base import Bytes, Extent, Layout, Run
+from ggufstream.layouts.f32 import F32
+from ggufstream.layouts.planar import Planar
+from ggufstream.layouts.raw import Raw
+
+__all__ = ["F32", "Bytes", "Extent", "Layout", "Planar", "Raw", "Run"]

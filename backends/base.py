@@ -1,0 +1,205 @@
+"""What a backend is: capabilities, memory, and uploads. Everything that the pipeline asks of a device stands here.
+
+All methods block and are called in worker threads; none needs an event loop. A backend is used by several threads at
+once: ``allocate``, ``staging``, ``upload``, ``Ticket.wait`` and ``read`` must be safe against each other.
+
+Ownership: whoever allocates a :class:`Chunk` or a :class:`Staging` closes it, and closes all of them before the
+backend. ``statistics()["live_bytes"]`` is zero again then.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from ggufstream.ggml_types import GGMLType
+from ggufstream.layouts import Bytes, Extent, Layout
+
+__all__ = ["Backend", "Capabilities", "Chunk", "Copy", "Intent", "Slice", "Staging", "Ticket"]
+
+
+class Intent(enum.Flag):
+    """Why a tensor is wanted. A tied ``token_embd`` is ``LINEAR | LOOKUP``."""
+
+    LINEAR = enum.auto()
+    """Operand of a matrix product."""
+    BINDABLE = enum.auto()
+    """Bound as it is: norms, biases, rope factors."""
+    LOOKUP = enum.auto()
+    """A table that is read by row."""
+
+    def __str__(self) -> str:
+        return "|".join(flag.name or "" for flag in self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """The facts about a device that planning needs. Sizes in bytes; ``None`` means unknown or unlimited."""
+
+    backend: str
+    device: str
+    memory: Literal["host", "unified", "discrete"]
+    """Host memory itself, memory shared by host and device, or memory of the device's own."""
+    direct: bool
+    """Arena chunks are mapped (``Chunk.view``) and filled in place; else through staging and ``upload``."""
+    budget_bytes: int | None
+    """What can be allocated now."""
+    chunk_bytes: int
+    """Preferred chunk size; never above ``max_chunk_bytes``."""
+    max_chunk_bytes: int
+    """Largest single allocation that can be bound as one buffer."""
+    max_slice_bytes: int | None
+    """Largest slice that one binding reaches; a larger tensor is cut at rows."""
+    slice_alignment: int
+    """Every slice starts at a multiple of this within its chunk. At least 16."""
+    plane_alignment: int = 16
+    """Alignment of planes within a slice of layout ``planar``."""
+
+
+class Chunk(ABC):
+    """One device allocation. An arena cuts slices from it."""
+
+    nbytes: int
+
+    @property
+    @abstractmethod
+    def handle(self) -> int:
+        """What the backend's own calls name the memory by: a ``VkBuffer``, an address, a descriptor."""
+
+    @property
+    @abstractmethod
+    def view(self) -> Bytes | None:
+        """The memory itself where the host reaches it, else ``None``. Write-combined memory must not be read."""
+
+    def flush(self, offset: int, nbytes: int) -> None:
+        """Make host writes to ``view`` visible to the device. Nothing to do for coherent memory."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the memory. A second call does nothing."""
+
+
+class Staging(ABC):
+    """Host memory that the device can copy from. Owned by one range at a time."""
+
+    nbytes: int
+
+    @property
+    @abstractmethod
+    def view(self) -> Bytes:
+        """The memory, page-aligned."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the memory. Every ticket that reads it has been waited for. A second call does nothing."""
+
+
+class Copy(NamedTuple):
+    """One region of an upload: ``nbytes`` from ``source_offset`` in the staging memory to ``offset`` in ``chunk``."""
+
+    source_offset: int
+    chunk: Chunk
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """Where rows of a tensor lie: part of one chunk, holding ``extent`` in ``layout``. Offset and size in bytes."""
+
+    chunk: Chunk
+    offset: int
+    nbytes: int
+    extent: Extent
+    layout: Layout
+
+
+class Ticket(ABC):
+    """An upload that the device has not finished yet. Tickets of one backend finish in the order of their upload."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether the device has finished. Raises what ``wait`` would."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block until the device has finished; the staging memory is free then.
+
+        Raises:
+            DeviceLostError: The device gave up, or did not finish in time.
+        """
+
+
+class Backend(ABC):
+    """A kind of device, opened. Subclasses: ``cpu_scalar``, ``cpu``, ``vulkan``, ``simulated``."""
+
+    capabilities: Capabilities
+
+    @abstractmethod
+    def resolve(self, ggml_type: GGMLType, shape: tuple[int, ...], intent: Intent) -> Layout | None:
+        """The layout in which this device uses such a tensor, or ``None`` where it cannot. Pure.
+
+        ``shape`` is in numpy order: the last is the row.
+        """
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> Chunk:
+        """Allocate device memory for one chunk.
+
+        Raises:
+            OutOfDeviceMemoryError: The caller may try again with less.
+        """
+
+    @abstractmethod
+    def staging(self, nbytes: int) -> Staging:
+        """Allocate staging memory.
+
+        Raises:
+            OutOfHostMemoryError: The host has too little memory, or too little that can be pinned.
+        """
+
+    @abstractmethod
+    def upload(self, staging: Staging, copies: Sequence[Copy]) -> Ticket:
+        """Start copying. The staging memory belongs to the ticket until it is done."""
+
+    @abstractmethod
+    def read(self, chunk: Chunk, offset: int, destination: Bytes) -> None:
+        """Copy from the device into host memory; returns when it is there."""
+
+    @abstractmethod
+    def linear(self, weight: Sequence[Slice], x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """The product ``x @ W.T``, computed where the weight lies.
+
+        Args:
+            weight: The slices of one matrix in row order; together ``rows`` rows of ``n_in`` elements.
+            x: Shape ``(n, n_in)``, C-contiguous.
+
+        Returns:
+            Shape ``(n, rows)``. Accumulated in float32 or better.
+
+        Raises:
+            UnsupportedByDeviceError: ``resolve`` gives ``None`` for this type as ``LINEAR``.
+        """
+
+    @abstractmethod
+    def statistics(self) -> dict[str, Any]:
+        """Counters: at least ``live_bytes``, ``live_chunks``, ``peak_bytes``, ``staging_bytes`` (integers)."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the device back. Chunks and staging memory are closed before. A second call does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,69 @@
+"""``cpu_scalar``: the reference. File bytes in host memory, and plain arithmetic on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ggufstream.backends.base import Backend, Capabilities, Chunk, Copy, Intent, Slice, Staging, Ticket
+from ggufstream.backends.host_memory import Counter, HostChunk, HostStaging, copy_now
+from ggufstream.ggml_types import GGMLType
+from ggufstream.layouts import Bytes, Layout, Raw
+
+__all__ = ["CpuScalarBackend"]
+
+_CHUNK_BYTES = 256 << 20
+
+
+class CpuScalarBackend(Backend):
+    """Every tensor ``raw``. ``direct=False`` forces uploads through staging, as a device with its own memory needs."""
+
+    name: ClassVar[str] = "cpu_scalar"
+
+    def __init__(self, *, direct: bool = True) -> None:
+        self._chunks = Counter()
+        self._staging = Counter()
+        self.capabilities = Capabilities(
+            backend=self.name,
+            device="host memory",
+            memory="host",
+            direct=direct,
+            budget_bytes=None,
+            chunk_bytes=_CHUNK_BYTES,
+            max_chunk_bytes=1 << 46,
+            max_slice_bytes=None,
+            slice_alignment=64,
+        )
+
+    def resolve(self, ggml_type: GGMLType, shape: tuple[int, ...], intent: Intent) -> Layout | None:
+        return Raw()
+
+    def allocate(self, nbytes: int) -> Chunk:
+        return HostChunk(nbytes, owner=self.name, counter=self._chunks)
+
+    def staging(self, nbytes: int) -> Staging:
+        return HostStaging(nbytes, owner=self.name, counter=self._staging)
+
+    def upload(self, staging: Staging, copies: Sequence[Copy]) -> Ticket:
+        return copy_now(staging, copies)
+
+    def read(self, chunk: Chunk, offset: int, destination: Bytes) -> None:
+        assert chunk.view is not None
+        np.copyto(destination, chunk.view[offset : offset + destination.size])
+
+    def linear(self, weight: Sequence[Slice], x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        raise NotImplementedError
+
+    def statistics(self) -> dict[str, Any]:
+        return {
+            "live_bytes": self._chunks.live_bytes,
+            "live_chunks": self._chunks.live,
+            "peak_bytes": self._chunks.peak_bytes,
+            "staging_bytes": self._staging.live_bytes,
+        }
+
+    def close(self) -> None:
+        return

@@ -1,0 +1,81 @@
+"""What a layout is: a pure rule for where the bytes of a slice lie at the destination.
+
+A layout is asked four things, all in terms of the slice's :class:`Extent`:
+
+* ``nbytes``: the size of the whole slice. The plan sums these, and nothing else sizes an arena.
+* ``runs``: where a contiguous stretch of blocks lands in the slice: one contiguous run for ``raw``, one run in each
+  plane for ``planar``. A packer writes exactly those runs; a staged upload copies exactly those runs.
+* ``pack``: file bytes into runs.
+* ``unpack``: runs back into file bytes, the inverse of ``pack``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ggufstream.ggml_types import GGMLType
+
+__all__ = ["Bytes", "Extent", "Layout", "Run"]
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+"""A one-dimensional, contiguous array of bytes: how all packing code sees memory."""
+
+
+class Run(NamedTuple):
+    """A contiguous stretch of a slice, in bytes from the slice's start."""
+
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """What one slice holds: ``rows`` rows of ``row_blocks`` blocks of one type."""
+
+    type: GGMLType
+    rows: int
+    row_blocks: int
+
+    @property
+    def blocks(self) -> int:
+        return self.rows * self.row_blocks
+
+    @property
+    def file_bytes(self) -> int:
+        return self.blocks * self.type.block_bytes
+
+
+class Layout(ABC):
+    """One way for blocks to lie in memory. Stateless: equal layouts give equal bytes."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def accepts(self, ggml_type: GGMLType) -> bool:
+        """Whether blocks of this type can be packed."""
+
+    @abstractmethod
+    def nbytes(self, extent: Extent) -> int:
+        """Bytes that a packed slice takes: the end of its last run."""
+
+    def granule(self, extent: Extent) -> int:
+        """Blocks that must stay together: a stretch starts at a multiple, and ends at one or at the slice's end."""
+        return 1
+
+    @abstractmethod
+    def runs(self, extent: Extent, first: int, count: int) -> tuple[Run, ...]:
+        """Where blocks ``first`` to ``first + count`` of the slice land. Runs of disjoint stretches are disjoint."""
+
+    @abstractmethod
+    def pack(self, extent: Extent, source: Bytes, runs: Sequence[Bytes]) -> None:
+        """Write a stretch of blocks, as in the file, into its runs. Each run is written forwards and never read."""
+
+    @abstractmethod
+    def unpack(self, extent: Extent, runs: Sequence[Bytes], destination: Bytes) -> None:
+        """Restore the stretch of blocks as they were in the file from its runs."""
