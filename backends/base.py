@@ -9,7 +9,6 @@ backend. ``statistics()["live_bytes"]`` is zero again then.
 
 from __future__ import annotations
 
-import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,22 +20,9 @@ import numpy.typing as npt
 
 from ggufstream.ggml_types import GGMLType
 from ggufstream.layouts import Bytes, Extent, Layout
+from ggufstream.options import Intent
 
 __all__ = ["Backend", "Capabilities", "Chunk", "Copy", "Intent", "Slice", "Staging", "Ticket"]
-
-
-class Intent(enum.Flag):
-    """Why a tensor is wanted. A tied ``token_embd`` is ``LINEAR | LOOKUP``."""
-
-    LINEAR = enum.auto()
-    """Operand of a matrix product."""
-    BINDABLE = enum.auto()
-    """Bound as it is: norms, biases, rope factors."""
-    LOOKUP = enum.auto()
-    """A table that is read by row."""
-
-    def __str__(self) -> str:
-        return "|".join(flag.name or "" for flag in self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

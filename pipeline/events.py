@@ -1,0 +1,131 @@
+"""What a load tells while it runs: frozen records, sent to sinks. Nothing in a load reads them back.
+
+Bytes and seconds are plain numbers. ``load_id`` is the same in all events of one load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+__all__ = [
+    "ArenaGrown",
+    "Event",
+    "EventSink",
+    "HeaderRead",
+    "LoadCancelled",
+    "LoadFailed",
+    "LoadFinished",
+    "LoadStarted",
+    "Planned",
+    "Progress",
+    "TensorReady",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Base of all events."""
+
+    load_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadStarted(Event):
+    file: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeaderRead(Event):
+    """The file index is complete."""
+
+    file: str
+    shards: int
+    tensors: int
+    tensor_bytes: int
+    seconds: float
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned(Event):
+    """Everything is decided; no tensor byte has moved yet."""
+
+    backend: str
+    device: str
+    upload: str
+    io: str
+    io_reason: str
+    ranges: int
+    bytes_total: int
+    """File bytes that will be streamed."""
+    arenas: Mapping[str, int]
+    """Planned bytes of each arena."""
+    fallbacks: tuple[tuple[str, str], ...]
+    """Tensors that do not end where their intent asked for, each with the reason."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaGrown(Event):
+    """One more chunk was allocated."""
+
+    arena: str
+    chunk_bytes: int
+    allocated_bytes: int
+    planned_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress(Event):
+    """Counts what the device has finished, never what is only under way. Sent once a range."""
+
+    bytes_done: int
+    bytes_total: int
+    tensors_done: int
+    tensors_total: int
+    seconds: float
+    """Since streaming began."""
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.bytes_done / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Estimated from the mean rate; ``None`` before the first byte."""
+        rate = self.bytes_per_second
+        return (self.bytes_total - self.bytes_done) / rate if rate > 0 else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorReady(Event):
+    """All bytes of a tensor are on the device."""
+
+    tensor: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadFinished(Event):
+    """The model is complete. ``report`` is ``LoadReport.to_dict()``."""
+
+    report: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadFailed(Event):
+    """The load ended with an error; everything was given back."""
+
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadCancelled(Event):
+    """The load was cancelled; everything was given back."""
+
+
+class EventSink(Protocol):
+    """Receives events, in order, on the event loop's thread: it must not block."""
+
+    def __call__(self, event: Event, /) -> None: ...

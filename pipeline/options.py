@@ -1,0 +1,185 @@
+"""Every choice that a caller has, and every default, in one place.
+
+A value comes from the call, else from the environment (``GGUFSTREAM_BACKEND``, ``GGUFSTREAM_STAGING`` and so on, see
+:data:`ENVIRONMENT`), else from :class:`LoadOptions`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self, get_args
+
+from ggufstream.errors import OptionError
+
+__all__ = [
+    "ENVIRONMENT",
+    "IOMode",
+    "Intent",
+    "LazyMode",
+    "LoadOptions",
+    "PageCacheMode",
+    "Placement",
+    "UploadMode",
+    "parse_bytes",
+]
+
+IOMode = Literal["auto", "mmap", "pread", "direct"]
+LazyMode = Literal["auto", "on", "off", "all"]
+PageCacheMode = Literal["auto", "drop", "keep"]
+UploadMode = Literal["auto", "direct", "staged"]
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+class Intent(enum.Flag):
+    """Why a tensor is wanted. A tied ``token_embd`` is ``LINEAR | LOOKUP``."""
+
+    LINEAR = enum.auto()
+    """Operand of a matrix product."""
+    BINDABLE = enum.auto()
+    """Bound as it is: norms, biases, rope factors."""
+    LOOKUP = enum.auto()
+    """A table that is read by row."""
+
+    def __str__(self) -> str:
+        return "|".join(flag.name or "" for flag in self)
+
+
+class Placement(enum.StrEnum):
+    """Where a tensor ends."""
+
+    ARENA = "ARENA"
+    """Device memory."""
+    HOST = "HOST"
+    """Host memory."""
+    ROWS = "ROWS"
+    """Nowhere: it stays in the file and is read by row."""
+
+
+def parse_bytes(text: str) -> int:
+    """``"268435456"``, ``"256MiB"``, ``"256M"`` or ``"1.5g"`` as bytes; units are powers of 1,024.
+
+    Raises:
+        OptionError: The text is not a size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE | re.ASCII)
+    if match is None:
+        raise OptionError(f"{text!r} is not a size in bytes", remedy="Write it like 268435456, 256M or 1.5GiB")
+    return int(float(match[1]) * _UNITS[match[2].lower()]) if "." in match[1] else int(match[1]) * _UNITS[match[2].lower()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How to load. Sizes in bytes."""
+
+    backend: str = "auto"
+    """``auto``, ``cpu``, ``cpu_scalar``, ``vulkan`` or ``simulated:PROFILE``. ``auto``: a real GPU, else ``cpu``."""
+    device: str | None = None
+    """Index of the device, or a part of its name. A software device is only taken when named."""
+    upload: UploadMode = "auto"
+    """``direct`` fills mapped device memory in place, ``staged`` copies through pinned memory."""
+    io: IOMode = "auto"
+    """How bytes come out of the file; ``auto`` decides per file by page-cache residency and file system."""
+    lazy: LazyMode = "auto"
+    """Which lookup tables stay in the file: large ones, all with a plain lookup intent (``on``, ``all``), or none."""
+    lazy_bytes: int = 256 << 20
+    """``lazy="auto"`` leaves tables of this size and more in the file."""
+    page_cache: PageCacheMode = "auto"
+    """What the page cache holds afterwards: as found on discrete memory (``auto``), nothing, or everything."""
+    staging_bytes: int = 256 << 20
+    """Bound of the host memory that is in use for moving bytes."""
+    range_bytes: int = 8 << 20
+    """Target size of one piece of work."""
+    workers: int | None = None
+    """Worker threads; ``None``: by processors."""
+    chunk_bytes: int | None = None
+    """Size of one device allocation; ``None``: what the backend prefers."""
+    select: str | None = None
+    """Regular expression; only tensors whose name it finds are loaded."""
+    intents: Mapping[str, Intent] | Callable[[str], Intent | None] | None = field(default=None, repr=False)
+    """Intents by tensor name, or a function of the name (``None``: the default from the naming convention)."""
+    validation: bool = False
+    """Run Vulkan's validation layer."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise OptionError(f"{name}={value!r} is not known", remedy=f"Choose one of {', '.join(allowed)}")
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < least):
+                raise OptionError(f"{name}={value!r} is too small", remedy=f"Give at least {least:,}")
+        if self.select is not None:
+            try:
+                re.compile(self.select)
+            except re.error as error:
+                raise OptionError(f"select={self.select!r} is not a regular expression ({error})") from None
+
+    def replace(self, **changes: Any) -> Self:
+        """These options with some changed.
+
+        Raises:
+            OptionError: An option of that name does not exist, or the value cannot be used.
+        """
+        names = [f.name for f in dataclasses.fields(self)]
+        for name in changes:
+            if name not in names:
+                close = difflib.get_close_matches(name, names, 1)
+                raise OptionError(
+                    f"there is no option {name!r}",
+                    remedy=f"Did you mean {close[0]!r}?" if close else f"Options are {', '.join(names)}",
+                )
+        return dataclasses.replace(self, **changes)
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Self:
+        """The defaults, changed by the variables of :data:`ENVIRONMENT` that are set.
+
+        Raises:
+            OptionError: A variable has a value that cannot be used; the message names it.
+        """
+        environment = os.environ if environment is None else environment
+        options = cls()
+        for variable, (name, parse) in ENVIRONMENT.items():
+            text = environment.get(variable)
+            if text:
+                try:
+                    options = options.replace(**{name: parse(text)})
+                except ValueError as error:
+                    raise OptionError(f"environment variable {variable}={text!r}: {error}") from None
+        return options
+
+
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "io": get_args(IOMode),
+    "lazy": get_args(LazyMode),
+    "page_cache": get_args(PageCacheMode),
+    "upload": get_args(UploadMode),
+}
+
+_LEAST: Mapping[str, int] = {
+    "staging_bytes": 1 << 20,
+    "range_bytes": 4 << 10,
+    "lazy_bytes": 0,
+    "workers": 1,
+    "chunk_bytes": 4 << 10,
+}
+
+ENVIRONMENT: Mapping[str, tuple[str, Callable[[str], Any]]] = {
+    "GGUFSTREAM_BACKEND": ("backend", str),
+    "GGUFSTREAM_DEVICE": ("device", str),
+    "GGUFSTREAM_UPLOAD": ("upload", str),
+    "GGUFSTREAM_IO": ("io", str),
+    "GGUFSTREAM_LAZY": ("lazy", str),
+    "GGUFSTREAM_PAGE_CACHE": ("page_cache", str),
+    "GGUFSTREAM_STAGING": ("staging_bytes", parse_bytes),
+    "GGUFSTREAM_WORKERS": ("workers", int),
+}
+"""Environment variable → option and how its text is read."""

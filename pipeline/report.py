@@ -1,0 +1,83 @@
+"""What a load did, in figures: the record behind ``load --json``. Keys are stable; things are added, not renamed."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["ArenaReport", "FallbackReport", "LoadReport", "PlacementReport"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaReport:
+    """Bytes of one arena. ``used_bytes == planned_bytes`` holds at the end of every load."""
+
+    name: str
+    planned_bytes: int
+    used_bytes: int
+    allocated_bytes: int
+    chunks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementReport:
+    tensors: int
+    bytes: int
+    """Bytes at the destination; for ``ROWS`` the bytes that stay in the file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FallbackReport:
+    tensor: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """One finished load. Bytes and seconds unless the name says otherwise."""
+
+    load_id: str
+    file: str
+    file_bytes: int
+    tensors: int
+    tensor_bytes: int
+    """File bytes of the tensors that were selected."""
+    streamed_bytes: int
+    """File bytes that were moved; tables that stay in the file are not."""
+    backend: str
+    backend_reason: str
+    device: str
+    upload: str
+    """``direct`` or ``staged``."""
+    io: str
+    """``mmap``, ``pread`` or ``direct``; for shards with different modes, joined by ``+``."""
+    io_reason: str
+    workers: int
+    seconds: dict[str, float]
+    """``header``, ``plan``, ``stream``, ``total``."""
+    bytes_per_second: float
+    """``streamed_bytes`` over ``seconds["stream"]``."""
+    first_layer_seconds: float | None
+    """From the start until the tensors before and in the first layer were ready."""
+    staging_bytes: dict[str, int]
+    """``budget`` and ``peak``: host memory in use for moving bytes."""
+    rss: dict[str, int]
+    """``before``, ``peak``, ``after``, sampled."""
+    page_cache: str
+    page_cache_bytes: dict[str, int | None]
+    """``before`` and ``after``: bytes of the files in the page cache."""
+    released_bytes: int
+    """Mapped or cached bytes that were given back."""
+    event_loop_lag_ms: dict[str, float]
+    """``p99`` and ``max``: how late the event loop woke up, in milliseconds."""
+    arenas: tuple[ArenaReport, ...]
+    placements: dict[str, PlacementReport]
+    layouts: dict[str, PlacementReport]
+    fallbacks: tuple[FallbackReport, ...]
+    warnings: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers."""
+        plain: dict[str, Any] = dataclasses.asdict(self)
+        return plain
