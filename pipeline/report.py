@@ -60,8 +60,10 @@ class LoadReport:
     """``streamed_bytes`` over ``seconds["stream"]``."""
     first_layer_seconds: float | None
     """From the start until the tensors before and in the first layer were ready."""
-    staging_bytes: dict[str, int]
-    """``budget`` and ``peak``: host memory in use for moving bytes."""
+    staging_bytes: int
+    """The budget of host memory for moving bytes."""
+    staging_peak_bytes: int
+    """The most of it that was in use."""
     rss: dict[str, int]
     """``before``, ``peak``, ``after``, sampled."""
     page_cache: str
