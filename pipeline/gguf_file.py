@@ -1,0 +1,392 @@
+"""A GGUF file, or all shards of a split one, as a file index.
+
+``read_index`` opens each shard once, reads only its header and checks that every tensor's bytes are inside the file.
+What the shards must agree on follows llama.cpp's ``gguf-split``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import errno
+import os
+import re
+import stat
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import NamedTuple, TypeVar
+
+import aiofiles
+import anyio
+import anyio.to_thread
+
+from ggufstream.errors import (
+    FileChangedError,
+    FileError,
+    MalformedFileError,
+    MissingFileError,
+    OptionError,
+    UnknownTensorError,
+    UnreadableFileError,
+)
+from ggufstream.gguf_arrays import LazyArray
+from ggufstream.gguf_header import Header, Steps, TensorInfo, parse_header, quoted
+
+__all__ = ["FileIdentity", "FileIndex", "LazyArray", "Shard", "TensorInfo", "read_index"]
+
+FIRST_READ, LARGEST_READ = 1 << 20, 4 << 20
+_SHARD_NAME = re.compile(r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+_T = TypeVar("_T")
+
+
+class FileIdentity(NamedTuple):
+    """What tells whether a file is still the same one; ``size`` in bytes, ``mtime_ns`` in nanoseconds."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileIdentity:
+        """The identity in a ``stat`` result."""
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """One file of a model. ``path`` is as given, or derived from the path as given, never resolved.
+
+    ``data_offset`` is the aligned start of the tensor data; it may lie past ``size`` in a shard without data.
+    """
+
+    path: str
+    size: int
+    identity: FileIdentity
+    header_bytes: int
+    data_offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class FileIndex:
+    """Everything that the headers of a model say: metadata, tensors and where their bytes are.
+
+    ``metadata`` has the first shard's keys first; arrays are `LazyArray`. ``tensors`` is in file order: by shard, then
+    offset. ``alignment`` and ``version`` are the first shard's. ``warnings`` is for people.
+    """
+
+    path: str
+    version: int
+    alignment: int
+    shards: tuple[Shard, ...]
+    metadata: Mapping[str, object]
+    tensors: tuple[TensorInfo, ...]
+    warnings: tuple[str, ...]
+    _by_name: Mapping[str, TensorInfo] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_by_name", {t.name: t for t in self.tensors})
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._by_name
+
+    def __repr__(self) -> str:
+        return f"<FileIndex {self.path!r}: {self.n_tensors} tensors, {self.tensor_bytes} bytes, {len(self.shards)} file(s)>"
+
+    def tensor(self, name: str) -> TensorInfo:
+        """The tensor of that name.
+
+        Raises:
+            UnknownTensorError: there is none; the remedy lists the closest names.
+        """
+        try:
+            return self._by_name[name]
+        except KeyError:
+            close = difflib.get_close_matches(name, self._by_name, n=3)
+            remedy = f"Closest names: {', '.join(map(quoted, close))}." if close else "List the names with `inspect`."
+            raise UnknownTensorError(f"{self.path}: no tensor {quoted(name)}", name=name, remedy=remedy) from None
+
+    @property
+    def n_tensors(self) -> int:
+        """How many tensors."""
+        return len(self.tensors)
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of all tensors, without padding."""
+        return sum(t.nbytes for t in self.tensors)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of all shards' files."""
+        return sum(s.size for s in self.shards)
+
+    @property
+    def architecture(self) -> str | None:
+        """``general.architecture``, where it is there and text."""
+        value = self.metadata.get("general.architecture")
+        return value if isinstance(value, str) else None
+
+
+async def read_index(
+    path: str | os.PathLike[str], *, on_open: Callable[[str, int], None] | None = None
+) -> FileIndex:
+    """Read the header of the GGUF file at ``path``, and of its other shards where it is one of a split model.
+
+    Any shard of a set may be given. ``on_open(path, descriptor)`` is called in a worker thread for each shard, after
+    it was opened and before its first byte is read. Nothing stays open. When cancelled, this waits for the shard at
+    work (its header, not its tensors), because a thread cannot be interrupted, and then raises.
+
+    Raises:
+        MissingFileError: the file or one of its shards is not there.
+        UnreadableFileError: it is not a regular file, or the system refuses to read it.
+        NotGGUFError, TruncatedFileError, MalformedFileError, UnsupportedFileError: what is wrong with its bytes.
+        FileChangedError: it was written to meanwhile.
+        OptionError: ``path`` is no path.
+    """
+    given = _checked_path(path)
+    opened = await _settle(_read_shard(given, on_open))
+    paths = _shard_paths(given, opened[1])
+    if len(paths) > 1:
+        await anyio.to_thread.run_sync(_require_all, given, paths)
+    parts = [opened if p == given else await _settle(_read_shard(p, on_open)) for p in paths]
+    if len(parts) > 1:
+        _check_set(parts)
+    return _merge(given, parts)
+
+
+def _checked_path(path: str | os.PathLike[str]) -> str:
+    try:
+        text = os.fsdecode(path)
+        os.fsencode(text)
+    except TypeError:
+        raise OptionError(f"path must be a str or os.PathLike, not {type(path).__name__}") from None
+    except UnicodeError:
+        raise UnreadableFileError("the path cannot be encoded for this system", file=ascii(path)) from None
+    if "\0" in text:
+        raise UnreadableFileError("the path contains a NUL character", file=text.replace("\0", "\\0"))
+    return text
+
+
+async def _settle(work: Coroutine[object, object, _T]) -> _T:
+    """Await ``work`` to its end even when cancelled: its thread goes on anyway, and must not lose its descriptor."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    with anyio.CancelScope(shield=True):
+        while not task.done():
+            try:
+                await asyncio.wait({task})
+            except asyncio.CancelledError as error:
+                cancelled = error
+    if cancelled is not None:
+        task.exception()  # counts as seen
+        raise cancelled
+    return task.result()
+
+
+async def _read_shard(path: str, on_open: Callable[[str, int], None] | None) -> tuple[Shard, Header]:
+    identities: list[FileIdentity] = []
+
+    def opener(name: str, flags: int) -> int:
+        descriptor, identity = _open(name, flags)
+        identities.append(identity)
+        try:
+            if on_open is not None:
+                on_open(path, descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    try:
+        async with aiofiles.open(path, "rb", buffering=0, opener=opener) as file:
+            identity = identities[0]
+            header = await _read_header(file.read, path, identity.size)
+            now = FileIdentity.of(await anyio.to_thread.run_sync(os.fstat, file.fileno()))
+    except OSError as error:
+        if isinstance(error, FileError):
+            raise
+        raise _os_error(path, error) from error
+    if now != identity:
+        remedy = "Load it again when nothing writes to it."
+        raise FileChangedError(f"changed while its header was read: {identity} became {now}", file=path, remedy=remedy)
+    shard = Shard(
+        path=path,
+        size=identity.size,
+        identity=identity,
+        header_bytes=header.header_bytes,
+        data_offset=header.data_offset,
+    )
+    return shard, header
+
+
+def _open(path: str, flags: int) -> tuple[int, FileIdentity]:
+    """Open a regular file and nothing else. Looks first, because opening a FIFO waits and a device may act."""
+    _require_regular(path, os.stat(path).st_mode)
+    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    try:
+        status = os.fstat(descriptor)
+        _require_regular(path, status.st_mode)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor, FileIdentity.of(status)
+
+
+_KINDS = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a FIFO (named pipe)"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a character device"),
+    (stat.S_ISBLK, "a block device"),
+)
+
+
+def _require_regular(path: str, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
+        number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+        what = f"this is {kind}, not a regular file"
+        raise UnreadableFileError(what, file=path, errno=number, remedy="Give the path of a .gguf file.")
+
+
+async def _read_header(read: Callable[[int], Coroutine[object, object, bytes]], path: str, size: int) -> Header:
+    parser = parse_header(path, size)
+    chunk: bytes | None = None
+    want = FIRST_READ
+    while True:
+        header = await anyio.to_thread.run_sync(_advance, parser, chunk)
+        if header is not None:
+            return header
+        chunk = await read(want)
+        want = min(2 * want, LARGEST_READ)
+
+
+def _advance(parser: Steps[Header], chunk: bytes | None) -> Header | None:
+    """Run the parser until it wants bytes (``None``) or is done, giving up the GIL at its pauses."""
+    try:
+        wanted = next(parser) if chunk is None else parser.send(chunk)
+        while wanted == 0:
+            time.sleep(0)
+            wanted = parser.send(b"")
+    except StopIteration as stop:
+        header: Header = stop.value
+        return header
+    return None
+
+
+def _os_error(path: str, error: OSError) -> FileError:
+    reason = error.strerror or type(error).__name__
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        if os.path.islink(path):
+            what = f"a symbolic link to {quoted(os.readlink(path))}, which does not exist"
+            return MissingFileError(what, file=path, remedy="Restore its target, or download the model again.")
+        return MissingFileError(f"the file was not found ({reason})", file=path, remedy="Check the path.")
+    remedy = "Check the file system and the disk."
+    if isinstance(error, PermissionError):
+        remedy = "Check the permissions of the file and of the folders above it (`namei -l`)."
+    return UnreadableFileError(f"cannot be read: {reason}", file=path, errno=error.errno, remedy=remedy)
+
+
+def _split_number(header: Header, path: str, key: str) -> int | None:
+    value = header.metadata.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise _split_error(path, f"{key} is {_brief(value)}, it must be a count")
+    return value
+
+
+def _shard_paths(path: str, header: Header) -> tuple[str, ...]:
+    """The paths of all shards, from the path of one and its metadata. Pure."""
+    count = _split_number(header, path, "split.count")
+    if count is None or count <= 1:
+        return (path,)
+    number = _split_number(header, path, "split.no")
+    match = _SHARD_NAME.fullmatch(path)
+    if match is None:
+        raise MalformedFileError(
+            f"the metadata says shard {_ordinal(number)} of a split into {count} files (split.count), but the name"
+            f" {quoted(os.path.basename(path))} does not end in -00001-of-{count:05d}.gguf",
+            file=path,
+            remedy="Give each shard its original name; if the shards were joined with `cat`, merge the"
+            " originals with `llama-gguf-split --merge` instead.",
+        )
+    if int(match["count"]) != count:
+        raise _split_error(path, f"split.count is {count}, but the file's name says {int(match['count'])}")
+    if number is None or number + 1 != int(match["no"]):
+        said = "missing" if number is None else number
+        raise _split_error(path, f"split.no is {said}, expected {int(match['no']) - 1} from the file's name")
+    return tuple(f"{match['stem']}-{k:05d}-of-{count:05d}.gguf" for k in range(1, count + 1))
+
+
+def _ordinal(number: int | None) -> str:
+    return "?" if number is None else str(number + 1)
+
+
+def _require_all(given: str, paths: Sequence[str]) -> None:
+    for number, path in enumerate(paths, 1):
+        try:
+            os.stat(path)
+        except FileNotFoundError:
+            what = f"shard {number} of {len(paths)} is missing (opened from {quoted(os.path.basename(given))})"
+            remedy = f"Put all {len(paths)} shards into one folder, under their original names."
+            raise MissingFileError(what, file=path, remedy=remedy) from None
+        except OSError as error:
+            raise _os_error(path, error) from error
+
+
+def _check_set(parts: Sequence[tuple[Shard, Header]]) -> None:
+    """What the shards of one model must agree on."""
+    total = sum(len(header.tensors) for _, header in parts)
+    for number, (shard, header) in enumerate(parts):
+        count = _split_number(header, shard.path, "split.count")
+        if count != len(parts):
+            said = "missing" if count is None else count
+            raise _split_error(shard.path, f"split.count is {said}, but the set has {len(parts)} shards")
+        found = _split_number(header, shard.path, "split.no")
+        if found != number:
+            raise _split_error(shard.path, f"split.no is {found}, expected {number}: not this shard")
+    owner: dict[str, str] = {}
+    for shard, header in parts:
+        for tensor in header.tensors:
+            if tensor.name in owner:
+                what = f"tensor {quoted(tensor.name)} is a duplicate: it is already in {quoted(owner[tensor.name])}"
+                raise MalformedFileError(
+                    what, file=shard.path, tensor=tensor.name, remedy="The shards belong to different models."
+                )
+            owner[tensor.name] = os.path.basename(shard.path)
+    for shard, header in parts:
+        expected = _split_number(header, shard.path, "split.tensors.count")
+        if expected is not None and expected != total:
+            what = f"split.tensors.count is {expected}, but the {len(parts)} shards hold {total} tensors"
+            raise _split_error(shard.path, what)
+
+
+def _split_error(path: str, what: str) -> MalformedFileError:
+    remedy = "The shards do not belong together; download the whole set again."
+    return MalformedFileError(what, file=path, remedy=remedy)
+
+
+def _brief(value: object) -> str:
+    return quoted(value) if isinstance(value, str | bytes) else repr(value)
+
+
+def _merge(given: str, parts: Sequence[tuple[Shard, Header]]) -> FileIndex:
+    first = parts[0][1]
+    metadata: dict[str, object] = {}
+    tensors: list[TensorInfo] = []
+    for number, (_, header) in enumerate(parts):
+        metadata = metadata | {key: value for key, value in header.metadata.items() if key not in metadata}
+        tensors += (replace(t, shard=number) for t in header.tensors) if number else header.tensors
+    return FileIndex(
+        path=given,
+        version=first.version,
+        alignment=first.alignment,
+        shards=tuple(shard for shard, _ in parts),
+        metadata=MappingProxyType(metadata),
+        tensors=tuple(tensors),
+        warnings=tuple(text for _, header in parts for text in header.warnings),
+    )

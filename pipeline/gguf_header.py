@@ -1,0 +1,575 @@
+"""The header of one GGUF file, parsed without touching a file.
+
+``parse_header`` is a generator: it yields when it wants bytes and is sent them, in chunks of any size. Every count,
+length and offset comes from a file that may be cut, corrupt or hostile, so each is compared with what is left of the
+file before anything is allocated or looped over. Python integers do not wrap, and nothing else is used.
+
+The format is ggml's ``docs/gguf.md``, versions 2 and 3.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import struct
+from array import array
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import TypeAlias, TypeVar
+
+from ggufstream.errors import (
+    FileChangedError,
+    FileError,
+    MalformedFileError,
+    NotGGUFError,
+    TruncatedFileError,
+    UnsupportedFileError,
+)
+from ggufstream.ggml_types import BY_ID, REMOVED, GGMLType
+from ggufstream.gguf_arrays import (
+    ARRAY,
+    ARRAY_HEAD,
+    MARK_STRIDE,
+    SCALARS,
+    STRING,
+    TYPE_NAMES,
+    U64,
+    LazyArray,
+    decode_text,
+)
+
+__all__ = ["Header", "TensorInfo", "check_layout", "parse_header", "quoted"]
+
+DEFAULT_ALIGNMENT = 32
+MAX_ALIGNMENT = 1 << 20
+MAX_DIMS = 4
+MAX_ARRAY_DEPTH = 8
+MAX_HEADER_BYTES = 1 << 28
+"""Real headers stay below 32 MiB; a wrong count in a large file must not fill the memory."""
+
+_TENSOR_MIN, _KEY_VALUE_MIN, _STRING_MIN = 24, 13, 8  # the least bytes that a record can take
+_TOO_LARGE = 1 << 63  # sizes are signed 64-bit integers in ggml and in the system
+_PREAMBLE = struct.Struct("<4sIQQ")  # magic, version, tensors, key-value pairs
+_U32 = struct.Struct("<I")
+_TICK = 256  # records between two moments at which other threads may run
+
+_T = TypeVar("_T")
+Steps: TypeAlias = Generator[int, bytes, _T]
+"""A part of the parser: yields the bytes wanted (0: none, just a pause), is sent bytes, returns a ``_T``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    """One tensor: what it is and which bytes of which shard hold it.
+
+    ``dims`` is as in the file, fastest first; ``shape`` is the numpy order. ``offset`` counts bytes from the start of
+    the shard's file and ``nbytes`` is exactly type times shape, without padding.
+    """
+
+    name: str
+    type: GGMLType
+    dims: tuple[int, ...]
+    shard: int
+    offset: int
+    nbytes: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Elements a dimension, slowest first, as numpy has it."""
+        return self.dims[::-1]
+
+    @property
+    def row_elements(self) -> int:
+        """Elements a row (``dims[0]``); 1 for a tensor without dimensions."""
+        return self.dims[0] if self.dims else 1
+
+    @property
+    def rows(self) -> int:
+        """How many rows: the product of all dimensions but the fastest."""
+        return math.prod(self.dims[1:])
+
+    @property
+    def row_blocks(self) -> int:
+        """Blocks a row."""
+        return self.row_elements // self.type.block_elements
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes a row."""
+        return self.row_blocks * self.type.block_bytes
+
+    @property
+    def n_elements(self) -> int:
+        """Elements in all."""
+        return math.prod(self.dims)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """What one file's header says. ``tensors`` is in file order; ``data_offset`` may lie past the end of a file
+    that holds no tensor data.
+    """
+
+    version: int
+    alignment: int
+    metadata: Mapping[str, object]
+    tensors: tuple[TensorInfo, ...]
+    header_bytes: int
+    data_offset: int
+    warnings: tuple[str, ...]
+
+
+def parse_header(path: str, file_size: int) -> Steps[Header]:
+    """Parse the header of a GGUF file of ``file_size`` bytes; ``path`` only serves the messages.
+
+    Yields how many bytes it wants at least, and takes any non-empty chunk of what follows in the file; an empty chunk
+    says that the file ended early. A yielded 0 wants nothing: it marks a moment, about every half millisecond of
+    work, at which a driver may let other threads run. Returns the `Header`.
+
+    Raises:
+        FileError: one of its kinds, for anything that is wrong with the bytes.
+    """
+    return (yield from _Parser(path, file_size).run())
+
+
+def quoted(name: str | bytes, limit: int = 120) -> str:
+    """``name`` for a message: quoted, one line, cut at ``limit`` characters."""
+    if len(name) <= limit:
+        return repr(name)
+    unit = "bytes" if isinstance(name, bytes) else "characters"
+    return f"{name[:limit]!r}… ({len(name)} {unit})"
+
+
+class _Parser:
+    """The bytes seen so far and the place in them. ``where`` names the record at work, for messages."""
+
+    __slots__ = ("data", "path", "pos", "size", "where")
+
+    def __init__(self, path: str, size: int) -> None:
+        self.path = path
+        self.size = size
+        self.data = bytearray()
+        self.pos = 0
+        self.where = "header"
+
+    def run(self) -> Steps[Header]:
+        version, n_tensors, n_pairs = yield from self._preamble()
+        metadata = yield from self._metadata(n_pairs)
+        alignment = self._alignment(metadata)
+        self._claim(f"tensor count {n_tensors}", n_tensors, _TENSOR_MIN)
+        records = yield from self._tensor_table(n_tensors)
+        end = self.pos
+        del self.data[end:]
+        data_offset = end + -end % alignment
+        tensors = sorted(
+            (
+                TensorInfo(name=name, type=type_, dims=dims, shard=0, offset=data_offset + offset, nbytes=nbytes)
+                for name, type_, dims, offset, nbytes in records
+            ),
+            key=lambda t: t.offset,
+        )
+        yield 0
+        warnings = check_layout(self.path, self.size, tensors, data_offset=data_offset, alignment=alignment)
+        return Header(
+            version=version,
+            alignment=alignment,
+            metadata=metadata,
+            tensors=tuple(tensors),
+            header_bytes=end,
+            data_offset=data_offset,
+            warnings=warnings,
+        )
+
+    def _need(self, n: int, what: str) -> Steps[None]:
+        """Have ``n`` bytes from ``pos`` on."""
+        if n > self.size - self.pos:
+            raise self._short(what, n)
+        end = self.pos + n
+        if end > MAX_HEADER_BYTES:
+            message = f"{self.where}: {what} takes the header to {end} bytes; the limit is {MAX_HEADER_BYTES}"
+            raise self._error(UnsupportedFileError, message, "The header is probably corrupt; download the file again.")
+        while len(self.data) < end:
+            chunk = yield end - len(self.data)
+            if not chunk:
+                message = f"the file ended at {len(self.data)} bytes while it was read; it had {self.size} before"
+                raise FileChangedError(message, file=self.path, remedy="Load it again when nothing writes to it.")
+            self.data += chunk
+
+    def _u32(self, what: str) -> Steps[int]:
+        yield from self._need(4, what)
+        value: int = _U32.unpack_from(self.data, self.pos)[0]
+        self.pos += 4
+        return value
+
+    def _u64(self, what: str) -> Steps[int]:
+        yield from self._need(8, what)
+        value: int = U64.unpack_from(self.data, self.pos)[0]
+        self.pos += 8
+        return value
+
+    def _string(self, what: str) -> Steps[str | bytes]:
+        length = yield from self._u64(f"{what} length")
+        yield from self._need(length, what)
+        start, self.pos = self.pos, self.pos + length
+        return decode_text(self.data[start : self.pos])
+
+    def _preamble(self) -> Steps[tuple[int, int, int]]:
+        if self.size == 0:
+            raise NotGGUFError("the file is empty (0 bytes)", file=self.path, remedy="Download it again.")
+        yield from self._need(min(self.size, 64), "magic")
+        _check_magic(self.path, self.size, bytes(self.data[:64]))
+        yield from self._need(_PREAMBLE.size, "header")
+        _, version, n_tensors, n_pairs = _PREAMBLE.unpack_from(self.data)
+        self._check_version(version)
+        self.pos = _PREAMBLE.size
+        self._claim(f"tensor count {n_tensors}", n_tensors, _TENSOR_MIN)
+        self._claim(f"key-value count {n_pairs}", n_pairs, _KEY_VALUE_MIN)
+        return version, n_tensors, n_pairs
+
+    def _check_version(self, version: int) -> None:
+        if version in (2, 3):
+            return
+        if version and version & 0xFFFF == 0:
+            what = f"big-endian GGUF (version reads as {version:#010x}); only little-endian files are supported"
+            remedy = "Convert it with gguf_convert_endian.py, or get the little-endian file."
+        else:
+            what = f"GGUF version {version} is not supported; versions 2 and 3 are"
+            remedy = "Convert the model anew." if version < 2 else "Update ggufstream, or convert to version 3."
+        raise self._error(UnsupportedFileError, what, remedy, offset=4)
+
+    def _metadata(self, n_pairs: int) -> Steps[dict[str, object]]:
+        metadata: dict[str, object] = {}
+        for index in range(n_pairs):
+            self.where = f"key {index + 1} of {n_pairs}"
+            start = self.pos
+            key = yield from self._string("key")
+            if isinstance(key, bytes):
+                raise self._malformed(f"{self.where} is not UTF-8: {quoted(key)}", offset=start)
+            if not key:
+                raise self._malformed(f"{self.where} is empty", offset=start)
+            if key in metadata:
+                raise self._malformed(f"duplicate key {quoted(key)}: it is there twice", offset=start)
+            self.where = f"key {quoted(key)}"
+            type_id = yield from self._u32("value type")
+            metadata[key] = yield from self._value(type_id)
+            if key == "general.alignment" and (type_id == 7 or not isinstance(metadata[key], int)):
+                raise self._malformed(
+                    f"general.alignment has type {TYPE_NAMES[type_id]}, it must be an integer (uint32)", offset=start
+                )
+            if index % _TICK == 0:
+                yield 0
+        return metadata
+
+    def _value(self, type_id: int) -> Steps[object]:
+        if scalar := SCALARS.get(type_id):
+            yield from self._need(scalar.size, f"{TYPE_NAMES[type_id]} value")
+            value: object = scalar.unpack_from(self.data, self.pos)[0]
+            self.pos += scalar.size
+            return value
+        if type_id == STRING:
+            return (yield from self._string("string"))
+        if type_id == ARRAY:
+            return (yield from self._array())
+        raise self._malformed(f"{self.where} has the unknown value type {type_id}", offset=self.pos - 4)
+
+    def _array(self) -> Steps[LazyArray]:
+        type_id, count = yield from self._array_head()
+        start = self.pos
+        marks: Sequence[int] = ()
+        if type_id == ARRAY:
+            yield from self._skip_nested(count)
+        else:
+            marks = yield from self._skip_flat(type_id, count)
+        return LazyArray(self.data, start=start, count=count, type_id=type_id, marks=marks)
+
+    def _array_head(self) -> Steps[tuple[int, int]]:
+        yield from self._need(ARRAY_HEAD.size, "array header")
+        type_id, count = ARRAY_HEAD.unpack_from(self.data, self.pos)
+        if type_id not in TYPE_NAMES:
+            raise self._malformed(f"{self.where}: array of the unknown element type {type_id}", offset=self.pos)
+        self.pos += ARRAY_HEAD.size
+        least = SCALARS[type_id].size if type_id in SCALARS else _STRING_MIN if type_id == STRING else ARRAY_HEAD.size
+        self._claim(f"array length {count} ({TYPE_NAMES[type_id]})", count, least)
+        return type_id, count
+
+    def _skip_flat(self, type_id: int, count: int) -> Steps[Sequence[int]]:
+        if type_id == STRING:
+            return (yield from self._skip_strings(count))
+        n = SCALARS[type_id].size * count
+        yield from self._need(n, "array")
+        self.pos += n
+        return ()
+
+    def _skip_strings(self, count: int) -> Steps[Sequence[int]]:
+        """Step over ``count`` strings; return the position of every ``MARK_STRIDE``-th. The hot loop of the parser."""
+        marks = array("Q")
+        data, unpack_from = self.data, U64.unpack_from
+        for first in range(0, count, MARK_STRIDE):
+            pos = self.pos
+            marks.append(pos)
+            last = len(data) - 8
+            for _ in repeat(None, min(MARK_STRIDE, count - first)):
+                if pos > last:
+                    self.pos = pos
+                    yield from self._need(8, "string length in array")
+                    last = len(data) - 8
+                pos += 8 + unpack_from(data, pos)[0]
+            yield from self._need(pos - self.pos, "string in array")
+            self.pos = pos
+            yield 0
+        return marks
+
+    def _skip_nested(self, count: int) -> Steps[None]:
+        """Step over arrays of arrays, with a list in place of recursion."""
+        todo, steps = [count], 0
+        while todo:
+            if todo[-1] == 0:
+                todo.pop()
+                continue
+            todo[-1] -= 1
+            type_id, inner = yield from self._array_head()
+            if type_id != ARRAY:
+                yield from self._skip_flat(type_id, inner)
+            elif len(todo) + 2 > MAX_ARRAY_DEPTH:
+                raise self._malformed(f"{self.where}: arrays nested deeper than {MAX_ARRAY_DEPTH}", offset=self.pos)
+            else:
+                todo.append(inner)
+            steps += 1
+            if steps % _TICK == 0:
+                yield 0
+
+    def _alignment(self, metadata: Mapping[str, object]) -> int:
+        value = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        assert isinstance(value, int)  # _metadata has checked the type
+        if value <= 0 or value & (value - 1):
+            raise self._malformed(f"general.alignment is {value}, it must be a power of two (and not 0)")
+        if value > MAX_ALIGNMENT:
+            raise self._malformed(f"general.alignment is {value}, too large: the limit is {MAX_ALIGNMENT}")
+        return value
+
+    def _tensor_table(self, n_tensors: int) -> Steps[list[tuple[str, GGMLType, tuple[int, ...], int, int]]]:
+        records, seen = [], set()
+        for index in range(n_tensors):
+            self.where = f"tensor {index + 1} of {n_tensors}"
+            start = self.pos
+            name = yield from self._string("tensor name")
+            if isinstance(name, bytes):
+                raise self._malformed(f"{self.where} has a name that is not UTF-8: {quoted(name)}", offset=start)
+            if name in seen:
+                raise self._malformed(f"duplicate tensor {quoted(name)}: it is there twice", tensor=name, offset=start)
+            seen.add(name)
+            self.where = f"tensor {quoted(name)}"
+            dims = yield from self._dims(name)
+            type_id = yield from self._u32("type")
+            offset = yield from self._u64("offset")
+            type_ = self._tensor_type(name, type_id)
+            records.append((name, type_, dims, offset, self._nbytes(name, type_, dims)))
+            if index % _TICK == 0:
+                yield 0
+        return records
+
+    def _dims(self, name: str) -> Steps[tuple[int, ...]]:
+        n = yield from self._u32("dimension count")
+        if n > MAX_DIMS:
+            what = f"{self.where} has {n} dimensions (n_dims), the format allows {MAX_DIMS}"
+            raise self._malformed(what, tensor=name, offset=self.pos - 4)
+        yield from self._need(8 * n, "dimensions")
+        dims: tuple[int, ...] = struct.unpack_from(f"<{n}Q", self.data, self.pos)
+        self.pos += 8 * n
+        return dims
+
+    def _tensor_type(self, name: str, type_id: int) -> GGMLType:
+        if (known := BY_ID.get(type_id)) is not None:
+            return known
+        if type_id in REMOVED:
+            what = f"{self.where} has type {type_id} ({REMOVED[type_id]}), which was removed from ggml"
+            remedy = "Convert or quantize the model anew; some forks use the same number for a type of their own."
+        else:
+            what = f"{self.where} has the unknown type {type_id}"
+            remedy = "It may belong to a fork of ggml or to a newer version, or the header is corrupt."
+        raise self._error(UnsupportedFileError, what, remedy, tensor=name, offset=self.pos - 12)
+
+    def _nbytes(self, name: str, type_: GGMLType, dims: tuple[int, ...]) -> int:
+        row = dims[0] if dims else 1
+        # Zeros count as one here: the other dimensions must not overflow either.
+        if max(dims, default=1) >= _TOO_LARGE or math.prod(max(d, 1) for d in dims) >= _TOO_LARGE // 8:
+            raise self._malformed(f"{self.where}: dimensions {list(dims)} overflow, the size is too large", tensor=name)
+        if row % type_.block_elements:
+            what = f"{self.where}: a row of {row} elements is not a multiple of the block of {type_.block_elements}"
+            raise self._malformed(f"{what} ({type_.name}, dimensions {list(dims)})", tensor=name)
+        return math.prod(dims) // type_.block_elements * type_.block_bytes
+
+    def _claim(self, what: str, count: int, least: int) -> None:
+        """Refuse a count of records that cannot fit into the rest of the file."""
+        if count > (self.size - self.pos) // least:
+            raise self._short(what, count * least)
+
+    def _short(self, what: str, needed: int) -> FileError:
+        left = self.size - self.pos
+        text = f"{self.where}: {what} needs {needed} bytes at offset {self.pos}"
+        if needed >= _TOO_LARGE:
+            return self._malformed(f"{text}, far beyond the end of the file ({left} bytes left)", offset=self.pos)
+        return TruncatedFileError(
+            f"{text}, but the file ends after {left}",
+            file=self.path,
+            offset=self.pos,
+            needed=needed,
+            available=left,
+            remedy=_truncated_remedy(self.path),
+        )
+
+    def _malformed(self, what: str, *, tensor: str | None = None, offset: int | None = None) -> MalformedFileError:
+        remedy = "The file is corrupt or was written wrongly; download or convert it again."
+        return MalformedFileError(_at(what, offset), file=self.path, remedy=remedy, tensor=tensor, offset=offset)
+
+    def _error(
+        self,
+        kind: type[FileError],
+        what: str,
+        remedy: str,
+        *,
+        tensor: str | None = None,
+        offset: int | None = None,
+    ) -> FileError:
+        return kind(_at(what, offset), file=self.path, remedy=remedy, tensor=tensor, offset=offset)
+
+
+def _at(what: str, offset: int | None) -> str:
+    return what if offset is None else f"{what} (at byte {offset})"
+
+
+_FOREIGN: Sequence[tuple[tuple[bytes, ...], str, str]] = (
+    ((b"FUGG",), "the magic is reversed ('FUGG'): a byte-swapped, big-endian copy", "Get the little-endian file."),
+    (
+        (b"lmgg", b"ggml", b"GGML", b"tjgg", b"ggjt", b"GGJT", b"fmgg", b"ggmf", b"GGMF", b"algg", b"ggla", b"GGLA"),
+        "an old {magic} file (GGML, GGJT, GGMF or GGLA), older than GGUF",
+        "Convert the original model to GGUF, or get a GGUF file.",
+    ),
+    (
+        (b"version https://git-lfs",),
+        "a Git LFS pointer of {size} bytes, not the model",
+        "Run `git lfs pull`, or download the file itself.",
+    ),
+    (
+        (b"PK\x03\x04", b"PK\x05\x06", b"\x80\x02"),
+        "a ZIP archive or PyTorch checkpoint",
+        "Convert the model to GGUF with convert_hf_to_gguf.py.",
+    ),
+    ((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ", b"BZh"), "a compressed file", "Unpack it first."),
+    ((b"{", b"["), "JSON text", "The download probably returned an error; look into the file."),
+    (
+        (b"\0\0\0\0",),
+        "not a GGUF file: it begins with zeros instead of the magic 'GGUF'",
+        "A download that reserves its space may not have finished; download it again.",
+    ),
+)
+
+
+def _check_magic(path: str, size: int, head: bytes) -> None:
+    """Refuse what does not begin with ``GGUF``, and say what it seems to be."""
+    if head[:4] == b"GGUF":
+        return
+    if b"GGUF".startswith(head):
+        what = f"the file ends after {size} bytes of the 24-byte header"
+        raise TruncatedFileError(what, file=path, needed=24, available=size, remedy=_truncated_remedy(path))
+    if len(head) > 8 and head[8:9] == b"{" and U64.unpack_from(head)[0] <= size - 8:
+        what, remedy = "a safetensors file", "Convert the model to GGUF with convert_hf_to_gguf.py."
+        raise NotGGUFError(f"this is {what}, not GGUF (magic {head[:4]!r})", file=path, offset=0, remedy=remedy)
+    text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if text.startswith(b"<"):
+        remedy = "A download page or login page was saved in place of the model; download the file itself."
+        raise NotGGUFError(f"this is an HTML or XML page, not GGUF (magic {head[:4]!r})", file=path, remedy=remedy)
+    for starts, what, remedy in _FOREIGN:
+        if head.startswith(starts):
+            what = what.format(size=size, magic=head[:4].decode("latin-1"))
+            raise NotGGUFError(f"this is {what} (magic {head[:4]!r})", file=path, offset=0, remedy=remedy)
+    what = f"not a GGUF file: the magic is {head[:4]!r}, not b'GGUF'"
+    raise NotGGUFError(what, file=path, offset=0, remedy="Check that the path names a GGUF model.")
+
+
+def check_layout(
+    path: str, size: int, tensors: Sequence[TensorInfo], *, data_offset: int, alignment: int
+) -> tuple[str, ...]:
+    """Check where the tensors of one file lie; ``tensors`` is sorted by offset, ``size`` is the file's bytes.
+
+    Gaps and any order in the table are fine. Returns warnings.
+
+    Raises:
+        UnsupportedFileError: type 42 in its older layout.
+        TruncatedFileError: a tensor ends after the file.
+        MalformedFileError: tensors overlap, or an offset is not a multiple of the alignment.
+    """
+    filled = [t for t in tensors if t.nbytes]
+    ends = [t.offset for t in filled[1:]] + [size]
+    for tensor, end in zip(filled, ends, strict=False):
+        if tensor.type.id == 42:
+            _check_type_42(path, tensor, space=end - tensor.offset, alignment=alignment)
+    for tensor in tensors:
+        _check_range(path, size, tensor, data_offset=data_offset, alignment=alignment)
+    for first, second in zip(filled, filled[1:], strict=False):
+        if first.offset + first.nbytes > second.offset:
+            raise MalformedFileError(
+                f"tensors {_extent(first)} and {_extent(second)} overlap",
+                file=path,
+                tensor=first.name,
+                offset=second.offset,
+                remedy="The file is corrupt, or uses types of a fork of ggml under the same numbers.",
+            )
+    used = filled[-1].offset + filled[-1].nbytes if filled else data_offset
+    extra = size - (used + -used % alignment)
+    return (f"{path}: {extra} bytes after the last tensor are not used",) if extra > 0 else ()
+
+
+def _check_range(path: str, size: int, tensor: TensorInfo, *, data_offset: int, alignment: int) -> None:
+    relative = tensor.offset - data_offset
+    end = tensor.offset + tensor.nbytes
+    # A tensor without bytes may sit in padding that the file need not have.
+    limit = size if tensor.nbytes else max(size + -size % alignment, data_offset)
+    if relative >= _TOO_LARGE:
+        what = f"tensor {quoted(tensor.name)} has the offset {relative}, far beyond the end of the file ({size} bytes)"
+        raise MalformedFileError(what, file=path, tensor=tensor.name, offset=tensor.offset, remedy="It is corrupt.")
+    if relative % alignment:
+        what = f"tensor {quoted(tensor.name)} has the offset {relative}, not a multiple of the alignment {alignment}"
+        remedy = "The file was written wrongly; convert it again."
+        raise MalformedFileError(what, file=path, tensor=tensor.name, offset=tensor.offset, remedy=remedy)
+    if end > limit:
+        available = max(size - tensor.offset, 0)
+        raise TruncatedFileError(
+            f"tensor {_extent(tensor)} needs {tensor.nbytes} bytes of data, but the file ends at {size}:"
+            f" {available} are there",
+            file=path,
+            tensor=tensor.name,
+            offset=tensor.offset,
+            needed=tensor.nbytes,
+            available=available,
+            remedy=_truncated_remedy(path),
+        )
+
+
+def _check_type_42(path: str, tensor: TensorInfo, *, space: int, alignment: int) -> None:
+    """Type 42 (Q2_0) is 64 elements in 18 bytes; older files have 128 in 34 under the same number."""
+    older = tensor.n_elements // 128 * 34
+    if tensor.row_elements % 128 == 0 and older <= space <= older + -older % alignment and space < tensor.nbytes:
+        raise UnsupportedFileError(
+            f"tensor {quoted(tensor.name)} has type 42 (Q2_0) in its older layout of 128 elements in 34 bytes:"
+            f" it has room for {space} bytes, the layout of 64 elements in 18 bytes needs {tensor.nbytes}",
+            file=path,
+            tensor=tensor.name,
+            offset=tensor.offset,
+            remedy="Convert the model anew with a current ggml.",
+        )
+
+
+def _extent(tensor: TensorInfo) -> str:
+    return f"{quoted(tensor.name)} (bytes {tensor.offset} to {tensor.offset + tensor.nbytes})"
+
+
+def _truncated_remedy(path: str) -> str:
+    name = os.path.basename(path)
+    if match := re.search(r"\.part-?(\d+)[-_]?of[-_]?(\d+)$", name, re.IGNORECASE):
+        return f"The name says part {match[1]} of {match[2]} of a file that was cut: join the parts first."
+    if match := re.search(r"\.(part|partial|incomplete|crdownload|download|aria2|tmp)$", name, re.IGNORECASE):
+        return f"The name ends in {match[0]!r}: the download has probably not finished (truncated file)."
+    return "The file is truncated, probably a partial download; compare its size and download it again."
