@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import SupportsIndex, overload
 
 import numpy as np
+import numpy.typing as npt
 
 __all__ = ["ARRAY", "ARRAY_HEAD", "MARK_STRIDE", "SCALARS", "STRING", "TYPE_NAMES", "U64", "LazyArray", "decode_text"]
 
@@ -95,7 +96,8 @@ class LazyArray(Sequence[object]):
             return [self[i] for i in range(*index.indices(self._count))] if index.step else self._run(index)
         i = range(self._count)[index]  # raises IndexError, and maps a negative index
         if self._type in SCALARS:
-            return self._numbers()[i].item()
+            number: object = self._numbers()[i].item()
+            return number
         return next(self._walk(i))
 
     def tolist(self) -> list[object]:
@@ -111,10 +113,10 @@ class LazyArray(Sequence[object]):
         start, stop, _ = part.indices(self._count)
         return list(islice(self._walk(start), stop - start)) if start < stop else []
 
-    def _numbers(self) -> np.ndarray[tuple[int], np.dtype[np.generic]]:
-        if self._type == 7:  # any byte but 0 is true
-            return np.frombuffer(self._data, np.uint8, self._count, self._start) != 0
-        return np.frombuffer(self._data, _DTYPES[self._type], self._count, self._start)
+    def _numbers(self) -> npt.NDArray[np.generic]:
+        kind = np.dtype(np.uint8) if self._type == 7 else _DTYPES[self._type]
+        numbers: npt.NDArray[np.generic] = np.frombuffer(self._data, kind, self._count, self._start)
+        return numbers.astype(np.bool_) if self._type == 7 else numbers  # any byte but 0 is true
 
     def _walk(self, index: int) -> Iterator[object]:
         if self._type == STRING:

@@ -32,12 +32,13 @@ from ggufstream.errors import (
     UnreadableFileError,
 )
 from ggufstream.gguf_arrays import LazyArray
-from ggufstream.gguf_header import Header, Steps, TensorInfo, parse_header, quoted
+from ggufstream.gguf_header import Header, Steps, parse_header
+from ggufstream.gguf_layout import TensorInfo, quoted
 
 __all__ = ["FileIdentity", "FileIndex", "LazyArray", "Shard", "TensorInfo", "read_index"]
 
 FIRST_READ, LARGEST_READ = 1 << 20, 4 << 20
-_SHARD_NAME = re.compile(r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+_SHARD_NAME = re.compile(r"(?P<stem>.*)-(?P<no>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.DOTALL)
 _T = TypeVar("_T")
 
 
@@ -130,9 +131,7 @@ class FileIndex:
         return value if isinstance(value, str) else None
 
 
-async def read_index(
-    path: str | os.PathLike[str], *, on_open: Callable[[str, int], None] | None = None
-) -> FileIndex:
+async def read_index(path: str | os.PathLike[str], *, on_open: Callable[[str, int], None] | None = None) -> FileIndex:
     """Read the header of the GGUF file at ``path``, and of its other shards where it is one of a split model.
 
     Any shard of a set may be given. ``on_open(path, descriptor)`` is called in a worker thread for each shard, after

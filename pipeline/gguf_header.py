@@ -10,8 +10,6 @@ The format is ggml's ``docs/gguf.md``, versions 2 and 3.
 from __future__ import annotations
 
 import math
-import os
-import re
 import struct
 from array import array
 from collections.abc import Generator, Mapping, Sequence
@@ -39,8 +37,9 @@ from ggufstream.gguf_arrays import (
     LazyArray,
     decode_text,
 )
+from ggufstream.gguf_layout import TOO_LARGE, TensorInfo, check_layout, quoted, truncated_remedy
 
-__all__ = ["Header", "TensorInfo", "check_layout", "parse_header", "quoted"]
+__all__ = ["Header", "Steps", "parse_header"]
 
 DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 1 << 20
@@ -50,7 +49,6 @@ MAX_HEADER_BYTES = 1 << 28
 """Real headers stay below 32 MiB; a wrong count in a large file must not fill the memory."""
 
 _TENSOR_MIN, _KEY_VALUE_MIN, _STRING_MIN = 24, 13, 8  # the least bytes that a record can take
-_TOO_LARGE = 1 << 63  # sizes are signed 64-bit integers in ggml and in the system
 _PREAMBLE = struct.Struct("<4sIQQ")  # magic, version, tensors, key-value pairs
 _U32 = struct.Struct("<I")
 _TICK = 256  # records between two moments at which other threads may run
@@ -58,52 +56,6 @@ _TICK = 256  # records between two moments at which other threads may run
 _T = TypeVar("_T")
 Steps: TypeAlias = Generator[int, bytes, _T]
 """A part of the parser: yields the bytes wanted (0: none, just a pause), is sent bytes, returns a ``_T``."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorInfo:
-    """One tensor: what it is and which bytes of which shard hold it.
-
-    ``dims`` is as in the file, fastest first; ``shape`` is the numpy order. ``offset`` counts bytes from the start of
-    the shard's file and ``nbytes`` is exactly type times shape, without padding.
-    """
-
-    name: str
-    type: GGMLType
-    dims: tuple[int, ...]
-    shard: int
-    offset: int
-    nbytes: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Elements a dimension, slowest first, as numpy has it."""
-        return self.dims[::-1]
-
-    @property
-    def row_elements(self) -> int:
-        """Elements a row (``dims[0]``); 1 for a tensor without dimensions."""
-        return self.dims[0] if self.dims else 1
-
-    @property
-    def rows(self) -> int:
-        """How many rows: the product of all dimensions but the fastest."""
-        return math.prod(self.dims[1:])
-
-    @property
-    def row_blocks(self) -> int:
-        """Blocks a row."""
-        return self.row_elements // self.type.block_elements
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes a row."""
-        return self.row_blocks * self.type.block_bytes
-
-    @property
-    def n_elements(self) -> int:
-        """Elements in all."""
-        return math.prod(self.dims)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,14 +84,6 @@ def parse_header(path: str, file_size: int) -> Steps[Header]:
         FileError: one of its kinds, for anything that is wrong with the bytes.
     """
     return (yield from _Parser(path, file_size).run())
-
-
-def quoted(name: str | bytes, limit: int = 120) -> str:
-    """``name`` for a message: quoted, one line, cut at ``limit`` characters."""
-    if len(name) <= limit:
-        return repr(name)
-    unit = "bytes" if isinstance(name, bytes) else "characters"
-    return f"{name[:limit]!r}… ({len(name)} {unit})"
 
 
 class _Parser:
@@ -220,7 +164,7 @@ class _Parser:
             raise NotGGUFError("the file is empty (0 bytes)", file=self.path, remedy="Download it again.")
         yield from self._need(min(self.size, 64), "magic")
         _check_magic(self.path, self.size, bytes(self.data[:64]))
-        yield from self._need(_PREAMBLE.size, "header")
+        yield from self._need(_PREAMBLE.size, "the preamble")
         _, version, n_tensors, n_pairs = _PREAMBLE.unpack_from(self.data)
         self._check_version(version)
         self.pos = _PREAMBLE.size
@@ -394,7 +338,7 @@ class _Parser:
     def _nbytes(self, name: str, type_: GGMLType, dims: tuple[int, ...]) -> int:
         row = dims[0] if dims else 1
         # Zeros count as one here: the other dimensions must not overflow either.
-        if max(dims, default=1) >= _TOO_LARGE or math.prod(max(d, 1) for d in dims) >= _TOO_LARGE // 8:
+        if max(dims, default=1) >= TOO_LARGE or math.prod(max(d, 1) for d in dims) >= TOO_LARGE // 8:
             raise self._malformed(f"{self.where}: dimensions {list(dims)} overflow, the size is too large", tensor=name)
         if row % type_.block_elements:
             what = f"{self.where}: a row of {row} elements is not a multiple of the block of {type_.block_elements}"
@@ -408,16 +352,16 @@ class _Parser:
 
     def _short(self, what: str, needed: int) -> FileError:
         left = self.size - self.pos
-        text = f"{self.where}: {what} needs {needed} bytes at offset {self.pos}"
-        if needed >= _TOO_LARGE:
-            return self._malformed(f"{text}, far beyond the end of the file ({left} bytes left)", offset=self.pos)
+        place = f"only {left} are left before the end of the file"
+        if needed >= TOO_LARGE:
+            return self._malformed(f"{self.where}: {what} needs {needed} bytes, but {place}", offset=self.pos)
         return TruncatedFileError(
-            f"{text}, but the file ends after {left}",
+            _at(f"{self.where}: {what} needs {needed} bytes, but {place}", self.pos),
             file=self.path,
             offset=self.pos,
             needed=needed,
             available=left,
-            remedy=_truncated_remedy(self.path),
+            remedy=truncated_remedy(self.path),
         )
 
     def _malformed(self, what: str, *, tensor: str | None = None, offset: int | None = None) -> MalformedFileError:
@@ -444,7 +388,7 @@ _FOREIGN: Sequence[tuple[tuple[bytes, ...], str, str]] = (
     ((b"FUGG",), "the magic is reversed ('FUGG'): a byte-swapped, big-endian copy", "Get the little-endian file."),
     (
         (b"lmgg", b"ggml", b"GGML", b"tjgg", b"ggjt", b"GGJT", b"fmgg", b"ggmf", b"GGMF", b"algg", b"ggla", b"GGLA"),
-        "an old {magic} file (GGML, GGJT, GGMF or GGLA), older than GGUF",
+        "a model in a format older than GGUF (GGML, GGJT, GGMF or GGLA)",
         "Convert the original model to GGUF, or get a GGUF file.",
     ),
     (
@@ -473,103 +417,17 @@ def _check_magic(path: str, size: int, head: bytes) -> None:
         return
     if b"GGUF".startswith(head):
         what = f"the file ends after {size} bytes of the 24-byte header"
-        raise TruncatedFileError(what, file=path, needed=24, available=size, remedy=_truncated_remedy(path))
+        raise TruncatedFileError(what, file=path, needed=24, available=size, remedy=truncated_remedy(path))
     if len(head) > 8 and head[8:9] == b"{" and U64.unpack_from(head)[0] <= size - 8:
-        what, remedy = "a safetensors file", "Convert the model to GGUF with convert_hf_to_gguf.py."
-        raise NotGGUFError(f"this is {what}, not GGUF (magic {head[:4]!r})", file=path, offset=0, remedy=remedy)
+        remedy = "Convert the model to GGUF with convert_hf_to_gguf.py."
+        raise NotGGUFError("this is a safetensors file, not GGUF", file=path, offset=0, remedy=remedy)
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if text.startswith(b"<"):
         remedy = "A download page or login page was saved in place of the model; download the file itself."
         raise NotGGUFError(f"this is an HTML or XML page, not GGUF (magic {head[:4]!r})", file=path, remedy=remedy)
     for starts, what, remedy in _FOREIGN:
         if head.startswith(starts):
-            what = what.format(size=size, magic=head[:4].decode("latin-1"))
+            what = what.format(size=size)
             raise NotGGUFError(f"this is {what} (magic {head[:4]!r})", file=path, offset=0, remedy=remedy)
     what = f"not a GGUF file: the magic is {head[:4]!r}, not b'GGUF'"
     raise NotGGUFError(what, file=path, offset=0, remedy="Check that the path names a GGUF model.")
-
-
-def check_layout(
-    path: str, size: int, tensors: Sequence[TensorInfo], *, data_offset: int, alignment: int
-) -> tuple[str, ...]:
-    """Check where the tensors of one file lie; ``tensors`` is sorted by offset, ``size`` is the file's bytes.
-
-    Gaps and any order in the table are fine. Returns warnings.
-
-    Raises:
-        UnsupportedFileError: type 42 in its older layout.
-        TruncatedFileError: a tensor ends after the file.
-        MalformedFileError: tensors overlap, or an offset is not a multiple of the alignment.
-    """
-    filled = [t for t in tensors if t.nbytes]
-    ends = [t.offset for t in filled[1:]] + [size]
-    for tensor, end in zip(filled, ends, strict=False):
-        if tensor.type.id == 42:
-            _check_type_42(path, tensor, space=end - tensor.offset, alignment=alignment)
-    for tensor in tensors:
-        _check_range(path, size, tensor, data_offset=data_offset, alignment=alignment)
-    for first, second in zip(filled, filled[1:], strict=False):
-        if first.offset + first.nbytes > second.offset:
-            raise MalformedFileError(
-                f"tensors {_extent(first)} and {_extent(second)} overlap",
-                file=path,
-                tensor=first.name,
-                offset=second.offset,
-                remedy="The file is corrupt, or uses types of a fork of ggml under the same numbers.",
-            )
-    used = filled[-1].offset + filled[-1].nbytes if filled else data_offset
-    extra = size - (used + -used % alignment)
-    return (f"{path}: {extra} bytes after the last tensor are not used",) if extra > 0 else ()
-
-
-def _check_range(path: str, size: int, tensor: TensorInfo, *, data_offset: int, alignment: int) -> None:
-    relative = tensor.offset - data_offset
-    end = tensor.offset + tensor.nbytes
-    # A tensor without bytes may sit in padding that the file need not have.
-    limit = size if tensor.nbytes else max(size + -size % alignment, data_offset)
-    if relative >= _TOO_LARGE:
-        what = f"tensor {quoted(tensor.name)} has the offset {relative}, far beyond the end of the file ({size} bytes)"
-        raise MalformedFileError(what, file=path, tensor=tensor.name, offset=tensor.offset, remedy="It is corrupt.")
-    if relative % alignment:
-        what = f"tensor {quoted(tensor.name)} has the offset {relative}, not a multiple of the alignment {alignment}"
-        remedy = "The file was written wrongly; convert it again."
-        raise MalformedFileError(what, file=path, tensor=tensor.name, offset=tensor.offset, remedy=remedy)
-    if end > limit:
-        available = max(size - tensor.offset, 0)
-        raise TruncatedFileError(
-            f"tensor {_extent(tensor)} needs {tensor.nbytes} bytes of data, but the file ends at {size}:"
-            f" {available} are there",
-            file=path,
-            tensor=tensor.name,
-            offset=tensor.offset,
-            needed=tensor.nbytes,
-            available=available,
-            remedy=_truncated_remedy(path),
-        )
-
-
-def _check_type_42(path: str, tensor: TensorInfo, *, space: int, alignment: int) -> None:
-    """Type 42 (Q2_0) is 64 elements in 18 bytes; older files have 128 in 34 under the same number."""
-    older = tensor.n_elements // 128 * 34
-    if tensor.row_elements % 128 == 0 and older <= space <= older + -older % alignment and space < tensor.nbytes:
-        raise UnsupportedFileError(
-            f"tensor {quoted(tensor.name)} has type 42 (Q2_0) in its older layout of 128 elements in 34 bytes:"
-            f" it has room for {space} bytes, the layout of 64 elements in 18 bytes needs {tensor.nbytes}",
-            file=path,
-            tensor=tensor.name,
-            offset=tensor.offset,
-            remedy="Convert the model anew with a current ggml.",
-        )
-
-
-def _extent(tensor: TensorInfo) -> str:
-    return f"{quoted(tensor.name)} (bytes {tensor.offset} to {tensor.offset + tensor.nbytes})"
-
-
-def _truncated_remedy(path: str) -> str:
-    name = os.path.basename(path)
-    if match := re.search(r"\.part-?(\d+)[-_]?of[-_]?(\d+)$", name, re.IGNORECASE):
-        return f"The name says part {match[1]} of {match[2]} of a file that was cut: join the parts first."
-    if match := re.search(r"\.(part|partial|incomplete|crdownload|download|aria2|tmp)$", name, re.IGNORECASE):
-        return f"The name ends in {match[0]!r}: the download has probably not finished (truncated file)."
-    return "The file is truncated, probably a partial download; compare its size and download it again."
