@@ -1,0 +1,301 @@
+"""From quantized blocks to float32: what the elements of a block are worth.
+
+One small function a type, over many blocks at once. The formats are the ``block_*`` structs of ggml's
+``ggml-common.h`` and its ``dequantize_row_*`` functions; the operations run in float32 and in their order, so that the
+results are theirs bit for bit. Fields come from the type table; nothing here counts bytes of a block.
+
+The lattice types (IQ1, IQ2, IQ3) need large codebooks and have no decoder; Q8_1 and Q8_K never hold weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from ggufstream.errors import UnsupportedByDeviceError
+from ggufstream.ggml_types import GGMLType
+from ggufstream.layouts import F32, Bytes, Extent
+
+__all__ = ["DECODABLE", "decode"]
+
+_Floats: TypeAlias = npt.NDArray[np.float32]
+_Blocks: TypeAlias = npt.NDArray[np.void]
+
+_IQ4 = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113],
+    np.float32,
+)
+"""The sixteen levels of IQ4_NL and IQ4_XS."""
+
+_E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
+"""Twice the values of the four-bit float E2M1 (OCP Microscaling Formats 1.0); the scales carry the other half."""
+
+
+def decode(ggml_type: GGMLType, blocks: Bytes) -> _Floats:
+    """Decode whole blocks of one type into float32.
+
+    Args:
+        ggml_type: One of :data:`DECODABLE`.
+        blocks: File bytes, a multiple of ``ggml_type.block_bytes``. The result takes four bytes an element and the
+            work about as much again, so the caller passes pieces of a few MiB.
+
+    Returns:
+        All elements in file order, shape ``(n,)``.
+
+    Raises:
+        UnsupportedByDeviceError: There is no decoder for this type.
+    """
+    if ggml_type.name in _WIDENED:
+        wide = np.empty(blocks.size // ggml_type.block_bytes, np.float32)
+        _WIDEN.pack(
+            Extent(type=ggml_type, rows=1, row_blocks=wide.size),
+            blocks,
+            (wide.view(np.uint8),),
+        )
+        return wide
+    decoder = _DECODERS.get(ggml_type.name)
+    if decoder is None:
+        raise UnsupportedByDeviceError(
+            f"there is no decoder for elements of type {ggml_type.name}",
+            backend="host",
+            remedy="Convert the file to a type that has one, such as Q8_0 or Q4_K",
+        )
+    # Random bytes make infinite and NaN scales; their products are what ggml gives, and worth no warning.
+    with np.errstate(invalid="ignore", over="ignore"):
+        return decoder(blocks.view(ggml_type.block_dtype)).reshape(-1)
+
+
+# Access to fields. Every function below sees ``n`` blocks and works on arrays of shape ``(n, …)``.
+
+
+def _bytes(blocks: _Blocks, name: str) -> npt.NDArray[np.uint8]:
+    field = np.ascontiguousarray(blocks[name])
+    return field.view(np.uint8).reshape(blocks.size, field.dtype.itemsize)
+
+
+def _half(blocks: _Blocks, name: str) -> _Floats:
+    """The float16 scale of each block, shape ``(n, 1)``."""
+    return (
+        np.ascontiguousarray(blocks[name]).view(np.float16).astype(np.float32)[:, None]
+    )
+
+
+def _bit_fields(
+    packed: npt.NDArray[np.uint8], width: int, run: int
+) -> npt.NDArray[np.uint8]:
+    """Fields of ``width`` bits: for each ``run`` bytes, first the lowest field of all of them, then the next, …
+
+    ``(n, b)`` gives ``(n, b * 8 / width)``. ``run=1`` is plain order from the lowest bit up.
+    """
+    n, size = packed.shape
+    fields = 8 // width
+    source = packed.reshape(n, size // run, run)
+    values = np.empty((n, size // run, fields, run), np.uint8)
+    for i in range(fields):
+        np.right_shift(source, i * width, out=values[:, :, i])
+    values &= (1 << width) - 1
+    return values.reshape(n, size * fields)
+
+
+def _scaled(scale: _Floats, values: _Floats) -> _Floats:
+    """``values`` in groups of equal length, each times its scale: shapes ``(n, g)`` and ``(n, e)``."""
+    n, groups = scale.shape
+    grouped = values.reshape(n, groups, values.shape[1] // groups)
+    np.multiply(scale[:, :, None], grouped, out=grouped)
+    return values
+
+
+def _offset(values: _Floats, offset: _Floats) -> _Floats:
+    """``values`` in groups, each plus its offset; in place."""
+    n, groups = offset.shape
+    grouped = values.reshape(n, groups, values.shape[1] // groups)
+    np.add(grouped, offset[:, :, None], out=grouped)
+    return values
+
+
+def _floats(codes: npt.NDArray[np.integer[Any]], minus: int = 0) -> _Floats:
+    values = codes.astype(np.float32)
+    if minus:
+        values -= np.float32(minus)
+    return values
+
+
+# Blocks of 32 with one scale.
+
+
+def _q4_0(b: _Blocks) -> _Floats:
+    return _scaled(_half(b, "d"), _floats(_bit_fields(_bytes(b, "qs"), 4, 16), minus=8))
+
+
+def _q4_1(b: _Blocks) -> _Floats:
+    values = _scaled(_half(b, "d"), _floats(_bit_fields(_bytes(b, "qs"), 4, 16)))
+    return _offset(values, _half(b, "m"))
+
+
+def _q5_codes(b: _Blocks) -> npt.NDArray[np.integer[Any]]:
+    return _bit_fields(_bytes(b, "qs"), 4, 16) | _bit_fields(_bytes(b, "qh"), 1, 1) << 4
+
+
+def _q5_0(b: _Blocks) -> _Floats:
+    return _scaled(_half(b, "d"), _floats(_q5_codes(b), minus=16))
+
+
+def _q5_1(b: _Blocks) -> _Floats:
+    return _offset(_scaled(_half(b, "d"), _floats(_q5_codes(b))), _half(b, "m"))
+
+
+def _q8_0(b: _Blocks) -> _Floats:
+    return _scaled(_half(b, "d"), _bytes(b, "qs").view(np.int8).astype(np.float32))
+
+
+def _iq4_nl(b: _Blocks) -> _Floats:
+    return _scaled(_half(b, "d"), _IQ4[_bit_fields(_bytes(b, "qs"), 4, 16)])
+
+
+def _mxfp4(b: _Blocks) -> _Floats:
+    # Half of the E8M0 scale 2^(e - 127), since the levels are doubled; the two smallest are subnormal.
+    e = _bytes(b, "e").astype(np.uint32)
+    bits = np.where(e < 2, np.uint32(0x00200000) << np.minimum(e, 1), (e - 1) << 23)
+    return _scaled(bits.view(np.float32), _E2M1[_bit_fields(_bytes(b, "qs"), 4, 16)])
+
+
+def _nvfp4(b: _Blocks) -> _Floats:
+    # A scale for each 16 elements: an unsigned E4M3 float, halved for the doubled levels; 0x7F means zero.
+    d = _bytes(b, "d")
+    exponent = (d >> 3 & 15).astype(np.int32)
+    mantissa = (d & 7).astype(np.float32)
+    subnormal = exponent == 0
+    significand = np.where(subnormal, mantissa, mantissa + np.float32(8))
+    scale = np.ldexp(significand, np.where(subnormal, -10, exponent - 11)).astype(
+        np.float32
+    )
+    scale[d == 0x7F] = 0
+    return _scaled(scale, _E2M1[_bit_fields(_bytes(b, "qs"), 4, 8)])
+
+
+# One and two bits, one scale.
+
+
+def _q1_0(b: _Blocks) -> _Floats:
+    d = _half(b, "d")
+    return np.where(_bit_fields(_bytes(b, "qs"), 1, 1) != 0, d, -d)
+
+
+def _q2_0(b: _Blocks) -> _Floats:
+    return _scaled(_half(b, "d"), _floats(_bit_fields(_bytes(b, "qs"), 2, 1), minus=1))
+
+
+def _tq1_0(b: _Blocks) -> _Floats:
+    # Five ternary digits a byte, as a fraction of 256: times 3^i (modulo 256) brings digit i to the top.
+    qs = _bytes(b, "qs")
+    digits = []
+    for part, count in ((qs[:, :32], 5), (qs[:, 32:], 5), (_bytes(b, "qh"), 4)):
+        powers = (3 ** np.arange(count)).astype(np.uint8)
+        digits.append(
+            (part[:, None, :] * powers[:, None]).reshape(b.size, count * part.shape[1])
+        )
+    codes = (np.concatenate(digits, axis=1).astype(np.uint16) * 3 >> 8).astype(np.uint8)
+    return _scaled(_half(b, "d"), _floats(codes, minus=1))
+
+
+def _tq2_0(b: _Blocks) -> _Floats:
+    return _scaled(_half(b, "d"), _floats(_bit_fields(_bytes(b, "qs"), 2, 32), minus=1))
+
+
+# Super-blocks of 256: a scale of scales.
+
+
+def _q2_k(b: _Blocks) -> _Floats:
+    packed = _bytes(b, "scales")
+    scale = _half(b, "d") * _floats(packed & 15)
+    minimum = _half(b, "dmin") * _floats(packed >> 4)
+    return _offset(
+        _scaled(scale, _floats(_bit_fields(_bytes(b, "qs"), 2, 32))), -minimum
+    )
+
+
+def _q3_k(b: _Blocks) -> _Floats:
+    # Sixteen scales of six bits: the low nibbles in bytes 0 to 7, the upper two bits in bytes 8 to 11.
+    packed = _bytes(b, "scales")
+    six = _bit_fields(packed[:, :8], 4, 8) | _bit_fields(packed[:, 8:], 2, 4) << 4
+    scale = _half(b, "d") * _floats(six, minus=32)
+    codes = (
+        _bit_fields(_bytes(b, "qs"), 2, 32)
+        | _bit_fields(_bytes(b, "hmask"), 1, 32) << 2
+    )
+    return _scaled(scale, _floats(codes, minus=4))
+
+
+def _k4_scales(b: _Blocks) -> tuple[_Floats, _Floats]:
+    """Scales and minima of Q4_K and Q5_K, shape ``(n, 8)`` each.
+
+    Bytes 0-3 and 4-7 hold the first four scales and minima in their low six bits; bytes 8-11 hold the low nibbles of
+    the last four, whose upper two bits fill the tops of bytes 0-7.
+    """
+    low, mid, high = np.split(_bytes(b, "scales"), 3, axis=1)
+    scale = np.concatenate([low & 63, high & 15 | low >> 2 & 48], axis=1)
+    minimum = np.concatenate([mid & 63, high >> 4 | mid >> 2 & 48], axis=1)
+    return _half(b, "d") * _floats(scale), _half(b, "dmin") * _floats(minimum)
+
+
+def _q4_k(b: _Blocks) -> _Floats:
+    scale, minimum = _k4_scales(b)
+    return _offset(
+        _scaled(scale, _floats(_bit_fields(_bytes(b, "qs"), 4, 32))), -minimum
+    )
+
+
+def _q5_k(b: _Blocks) -> _Floats:
+    scale, minimum = _k4_scales(b)
+    codes = (
+        _bit_fields(_bytes(b, "qs"), 4, 32) | _bit_fields(_bytes(b, "qh"), 1, 32) << 4
+    )
+    return _offset(_scaled(scale, _floats(codes)), -minimum)
+
+
+def _q6_k(b: _Blocks) -> _Floats:
+    codes = (
+        _bit_fields(_bytes(b, "ql"), 4, 64) | _bit_fields(_bytes(b, "qh"), 2, 32) << 4
+    )
+    scale = _half(b, "d") * _bytes(b, "scales").view(np.int8).astype(np.float32)
+    return _scaled(scale, _floats(codes, minus=32))
+
+
+def _iq4_xs(b: _Blocks) -> _Floats:
+    high = np.ascontiguousarray(_bytes(b, "scales_h"))
+    six = _bit_fields(_bytes(b, "scales_l"), 4, 1) | _bit_fields(high, 2, 1) << 4
+    scale = _half(b, "d") * _floats(six, minus=32)
+    return _scaled(scale, _IQ4[_bit_fields(_bytes(b, "qs"), 4, 16)])
+
+
+_WIDEN = F32()
+_WIDENED = frozenset({"F32", "F16", "BF16"})
+
+_DECODERS: Mapping[str, Callable[[_Blocks], _Floats]] = MappingProxyType(
+    {
+        "Q1_0": _q1_0,
+        "Q2_0": _q2_0,
+        "Q4_0": _q4_0,
+        "Q4_1": _q4_1,
+        "Q5_0": _q5_0,
+        "Q5_1": _q5_1,
+        "Q8_0": _q8_0,
+        "Q2_K": _q2_k,
+        "Q3_K": _q3_k,
+        "Q4_K": _q4_k,
+        "Q5_K": _q5_k,
+        "Q6_K": _q6_k,
+        "IQ4_NL": _iq4_nl,
+        "IQ4_XS": _iq4_xs,
+        "TQ1_0": _tq1_0,
+        "TQ2_0": _tq2_0,
+        "MXFP4": _mxfp4,
+        "NVFP4": _nvfp4,
+    }
+)
+
+DECODABLE: frozenset[str] = _WIDENED | frozenset(_DECODERS)
+"""Names of the types that :func:`decode` takes."""
