@@ -1,0 +1,282 @@
+"""Instance, choice of a device, and the logical device with its queues. Each handle has one owner here.
+
+A device is used by several threads at once. Vulkan asks the caller to keep two threads off one queue, so each queue
+has a lock, held for a submission only.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Final
+
+from ggufstream.backends.vulkan.api import CommandBuffer, Device, Fence, Instance, PhysicalDevice, Queue, Vulkan
+from ggufstream.backends.vulkan.describe import CORE_FEATURES, FEATURES, describe, memory_heaps, unpack_version
+from ggufstream.backends.vulkan.errors import BACKEND, LOST_REMEDY, install_line
+from ggufstream.backends.vulkan.records import DeviceRecord, MemoryHeap
+from ggufstream.errors import BackendUnavailableError, ClosedError, DeviceLostError, NoDeviceError
+
+__all__ = [
+    "VALIDATION_MESSAGES",
+    "DeviceQueue",
+    "VulkanDevice",
+    "VulkanInstance",
+    "choose_device",
+    "list_devices",
+    "validation_wanted",
+]
+
+VALIDATION_MESSAGES: Final[list[str]] = []
+"""What the validation layer has reported in this process, over all backends: a test asserts that it stays empty."""
+
+_VALIDATION_LAYER: Final = "VK_LAYER_KHRONOS_validation"
+_DEBUG_UTILS: Final = "VK_EXT_debug_utils"
+_PORTABILITY: Final = "VK_KHR_portability_enumeration"
+_NEWEST: Final = (1, 3, 0)
+_OLDEST: Final = (1, 1, 0)
+
+_WAIT_SLICE_NANOSECONDS: Final = 1_000_000_000
+_WAIT_SLICES: Final = 30
+"""A submission that takes longer than this many slices counts as lost: nothing of ours takes more than a second."""
+
+_RANK: Final = {"discrete": 0, "integrated": 1, "virtual": 2, "other": 3, "cpu": 4}
+
+
+def validation_wanted() -> bool:
+    """Whether the environment asks for the validation layer (``GGUFSTREAM_VULKAN_VALIDATION=1``)."""
+    return os.environ.get("GGUFSTREAM_VULKAN_VALIDATION", "0") not in {"", "0"}
+
+
+class VulkanInstance:
+    """A connection to the Vulkan loader. ``messages`` collects what the validation layer reports."""
+
+    def __init__(self, api: Vulkan, *, validation: bool = False) -> None:
+        self.api = api
+        self.messages: list[str] = []
+        self.version = min((*unpack_version(api.instance_version())[:2], 0), _NEWEST)
+        if self.version < _OLDEST:
+            raise BackendUnavailableError(
+                "the Vulkan loader is older than version 1.1", backend=BACKEND, remedy=install_line("loader")
+            )
+        offered = api.instance_extensions()
+        extensions = []
+        layers = []
+        # MoltenVK, on macOS, is found only by those who ask for devices that are not quite conformant.
+        portability = _PORTABILITY in offered
+        if portability:
+            extensions.append(_PORTABILITY)
+        if validation:
+            if _VALIDATION_LAYER not in api.instance_layers():
+                raise BackendUnavailableError(
+                    f"{_VALIDATION_LAYER} is not installed", backend=BACKEND, remedy=install_line("validation")
+                )
+            layers.append(_VALIDATION_LAYER)
+            extensions.append(_DEBUG_UTILS)
+        major, minor, _ = self.version
+        with ExitStack() as undo:
+            self.handle: Instance = api.create_instance(
+                version=major << 22 | minor << 12, extensions=extensions, layers=layers, portability=portability
+            )
+            undo.callback(api.destroy_instance, self.handle)
+            if validation:
+                messenger = api.create_messenger(self.handle, self._report)
+                undo.callback(api.destroy_messenger, self.handle, messenger)
+            self._close = undo.pop_all()
+
+    def _report(self, message: str) -> None:
+        self.messages.append(message)
+        VALIDATION_MESSAGES.append(message)
+
+    def devices(self) -> list[tuple[PhysicalDevice, DeviceRecord]]:
+        """Every physical device, whether it can be used or not."""
+        found = self.api.physical_devices(self.handle)
+        return [(device, describe(self.api, device, index, newest=self.version)) for index, device in enumerate(found)]
+
+    def close(self) -> None:
+        self._close.close()
+
+
+def list_devices(*, api: Vulkan | None = None) -> tuple[DeviceRecord, ...]:
+    """What Vulkan sees on this machine.
+
+    Raises:
+        BackendUnavailableError: No loader, or no driver.
+    """
+    instance = VulkanInstance(api or Vulkan())
+    try:
+        return tuple(record for _, record in instance.devices())
+    finally:
+        instance.close()
+
+
+def choose_device(records: Sequence[DeviceRecord], wanted: str | int | None) -> DeviceRecord:
+    """The device to use: the best real GPU, or the one that ``wanted`` names by index or by part of its name.
+
+    A software device is never chosen unless it is named.
+
+    Raises:
+        NoDeviceError: None fits; the message lists those there are.
+    """
+    usable = [r for r in records if r.api_version >= _OLDEST and r.compute_family is not None]
+    if wanted is None:
+        fitting = [record for record in usable if record.kind != "cpu"]
+    elif isinstance(wanted, int) or (wanted.isdigit() and int(wanted) < len(records)):
+        fitting = [record for record in usable if record.index == int(wanted)]
+    else:
+        fitting = [record for record in usable if wanted.casefold() in record.name.casefold()]
+    if fitting:
+        return min(fitting, key=lambda record: (_RANK[record.kind], record.index))
+    listed = ", ".join(f"{record.index}: {record.name} ({record.kind})" for record in records)
+    what = "no GPU found" if wanted is None else f"no usable device is called {wanted!r}"
+    if not records:
+        raise NoDeviceError(f"{what}; there is no device at all", backend=BACKEND, remedy=install_line("driver"))
+    example = records[0].name.split()[0]
+    raise NoDeviceError(
+        f"{what}; there is {listed}",
+        backend=BACKEND,
+        remedy=f"A device is chosen by part of its name or by its number: device={example!r} or --device {example}",
+    )
+
+
+class DeviceQueue:
+    """A queue and the lock that a submission holds."""
+
+    def __init__(self, handle: Queue, family: int) -> None:
+        self.handle = handle
+        self.family = family
+        self.lock = threading.Lock()
+
+
+class VulkanDevice:
+    """A logical device with all features of ``record.features`` enabled.
+
+    ``compute`` and ``transfer`` are one and the same object where there is no copy engine of its own.
+    """
+
+    def __init__(self, instance: VulkanInstance, physical: PhysicalDevice, record: DeviceRecord) -> None:
+        self.instance = instance
+        self.api = instance.api
+        self.physical = physical
+        self.record = record
+        compute, transfer = record.compute_family, record.transfer_family
+        assert compute is not None
+        assert transfer is not None
+        self.families: tuple[int, ...] = tuple(dict.fromkeys((compute, transfer)))
+        self.submits = 0
+        self._lost: str | None = None
+        self._closed = False
+        self._deferred: list[tuple[Callable[[], bool], Callable[[], None]]] = []
+        extensions, core, features = self._wanted()
+        self.handle: Device = self.api.create_device(
+            physical, families=self.families, extensions=extensions, core_features=core, features=features
+        )
+        self.compute = DeviceQueue(self.api.queue(self.handle, compute), compute)
+        self.transfer = (
+            self.compute if transfer == compute else DeviceQueue(self.api.queue(self.handle, transfer), transfer)
+        )
+
+    def _wanted(self) -> tuple[list[str], dict[str, bool], dict[str, dict[str, bool]]]:
+        offered = self.record.extensions
+        # A device that offers VK_KHR_portability_subset demands that it is enabled.
+        wished = ["VK_KHR_portability_subset", "VK_EXT_memory_budget", "VK_EXT_external_memory_host"]
+        core: dict[str, bool] = {}
+        features: dict[str, dict[str, bool]] = {}
+        for name, feature in FEATURES.items():
+            if not getattr(self.record.features, name):
+                continue
+            if feature.struct == CORE_FEATURES:
+                core[feature.field] = True
+                continue
+            features.setdefault(feature.struct, {})[feature.field] = True
+            if self.record.api_version < feature.version:
+                wished.append(feature.extension)
+        return [name for name in dict.fromkeys(wished) if name in offered], core, features
+
+    # State
+
+    @property
+    def lost(self) -> bool:
+        return self._lost is not None
+
+    def check(self) -> None:
+        """Raise if the device can take no more work."""
+        if self._closed:
+            raise ClosedError("the Vulkan backend is closed")
+        if self._lost is not None:
+            # After a loss nothing is submitted any more: drivers answer with hangs and crashes.
+            raise DeviceLostError(self._lost, backend=BACKEND, remedy=LOST_REMEDY)
+
+    def heaps(self) -> tuple[MemoryHeap, ...]:
+        """The heaps with their budgets of now."""
+        budget = "VK_EXT_memory_budget" in self.record.extensions
+        return memory_heaps(self.api, self.physical, budget=budget)
+
+    # Work
+
+    def submit(self, queue: DeviceQueue, commands: CommandBuffer, fence: Fence) -> None:
+        """Run ``commands`` on ``queue``; ``fence`` is reached after them."""
+        self.check()
+        try:
+            with queue.lock:
+                self.submits += 1
+                self.api.submit(queue.handle, commands, fence)
+        except DeviceLostError as error:
+            self._lose(error.what)
+            raise
+
+    def fence_done(self, fence: Fence) -> bool:
+        """Whether the device has come to ``fence``."""
+        try:
+            return self.api.fence_done(self.handle, fence)
+        except DeviceLostError as error:
+            self._lose(error.what)
+            raise
+
+    def wait_fence(self, fence: Fence, *, slices: int = _WAIT_SLICES) -> None:
+        """Block until the device has come to ``fence``.
+
+        Raises:
+            DeviceLostError: It is lost, or does not come there within ``slices`` seconds.
+        """
+        try:
+            # Slices, so that no call into the driver is longer than a second.
+            for _ in range(slices):
+                if self.api.wait_fence(self.handle, fence, _WAIT_SLICE_NANOSECONDS):
+                    return
+            raise DeviceLostError(f"the device did not finish within {slices} s", backend=BACKEND, remedy=LOST_REMEDY)
+        except DeviceLostError as error:
+            self._lose(error.what)
+            raise
+
+    def _lose(self, what: str) -> None:
+        if self._lost is None:
+            self._lost = what.removeprefix(f"{BACKEND}: ")
+
+    # End
+
+    def defer(self, ready: Callable[[], bool], free: Callable[[], None]) -> None:
+        """Free later what the device may still be using: at :meth:`close`, if it is ``ready`` then."""
+        self._deferred.append((ready, free))
+
+    def close(self) -> None:
+        """Destroy the device. What belongs to it is destroyed before. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        stuck = 0
+        for ready, free in self._deferred:
+            if ready():
+                free()
+            else:
+                stuck += 1
+        self._deferred.clear()
+        if stuck:
+            # Memory under a running copy must not be freed; only the end of the process gives it back.
+            warnings.warn(
+                f"vulkan: {stuck} copies hang on the device; their memory is not freed", ResourceWarning, stacklevel=2
+            )
+            return
+        self.api.destroy_device(self.handle)
