@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from ggufstream.backends.base import Backend, Capabilities, Chunk, Copy, Intent, Slice, Staging, Ticket
 from ggufstream.backends.host_memory import Counter, HostChunk, HostStaging, copy_now
+from ggufstream.backends.products import linear_by_decoding, multiply_in_order
 from ggufstream.ggml_types import GGMLType
 from ggufstream.layouts import Bytes, Layout, Raw
 
@@ -55,7 +56,7 @@ class CpuScalarBackend(Backend):
         np.copyto(destination, chunk.view[offset : offset + destination.size])
 
     def linear(self, weight: Sequence[Slice], x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        raise NotImplementedError
+        return linear_by_decoding(self.read, weight, x, multiply_in_order)
 
     def statistics(self) -> dict[str, Any]:
         return {

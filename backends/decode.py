@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
 from ggufstream.errors import UnsupportedByDeviceError
 from ggufstream.ggml_types import GGMLType
 from ggufstream.layouts import F32, Bytes, Extent
@@ -78,14 +79,10 @@ def _bytes(blocks: _Blocks, name: str) -> npt.NDArray[np.uint8]:
 
 def _half(blocks: _Blocks, name: str) -> _Floats:
     """The float16 scale of each block, shape ``(n, 1)``."""
-    return (
-        np.ascontiguousarray(blocks[name]).view(np.float16).astype(np.float32)[:, None]
-    )
+    return np.ascontiguousarray(blocks[name]).view(np.float16).astype(np.float32)[:, None]
 
 
-def _bit_fields(
-    packed: npt.NDArray[np.uint8], width: int, run: int
-) -> npt.NDArray[np.uint8]:
+def _bit_fields(packed: npt.NDArray[np.uint8], width: int, run: int) -> npt.NDArray[np.uint8]:
     """Fields of ``width`` bits: for each ``run`` bytes, first the lowest field of all of them, then the next, …
 
     ``(n, b)`` gives ``(n, b * 8 / width)``. ``run=1`` is plain order from the lowest bit up.
@@ -169,9 +166,7 @@ def _nvfp4(b: _Blocks) -> _Floats:
     mantissa = (d & 7).astype(np.float32)
     subnormal = exponent == 0
     significand = np.where(subnormal, mantissa, mantissa + np.float32(8))
-    scale = np.ldexp(significand, np.where(subnormal, -10, exponent - 11)).astype(
-        np.float32
-    )
+    scale = np.ldexp(significand, np.where(subnormal, -10, exponent - 11)).astype(np.float32)
     scale[d == 0x7F] = 0
     return _scaled(scale, _E2M1[_bit_fields(_bytes(b, "qs"), 4, 8)])
 
@@ -194,9 +189,7 @@ def _tq1_0(b: _Blocks) -> _Floats:
     digits = []
     for part, count in ((qs[:, :32], 5), (qs[:, 32:], 5), (_bytes(b, "qh"), 4)):
         powers = (3 ** np.arange(count)).astype(np.uint8)
-        digits.append(
-            (part[:, None, :] * powers[:, None]).reshape(b.size, count * part.shape[1])
-        )
+        digits.append((part[:, None, :] * powers[:, None]).reshape(b.size, count * part.shape[1]))
     codes = (np.concatenate(digits, axis=1).astype(np.uint16) * 3 >> 8).astype(np.uint8)
     return _scaled(_half(b, "d"), _floats(codes, minus=1))
 
@@ -212,9 +205,7 @@ def _q2_k(b: _Blocks) -> _Floats:
     packed = _bytes(b, "scales")
     scale = _half(b, "d") * _floats(packed & 15)
     minimum = _half(b, "dmin") * _floats(packed >> 4)
-    return _offset(
-        _scaled(scale, _floats(_bit_fields(_bytes(b, "qs"), 2, 32))), -minimum
-    )
+    return _offset(_scaled(scale, _floats(_bit_fields(_bytes(b, "qs"), 2, 32))), -minimum)
 
 
 def _q3_k(b: _Blocks) -> _Floats:
@@ -222,10 +213,7 @@ def _q3_k(b: _Blocks) -> _Floats:
     packed = _bytes(b, "scales")
     six = _bit_fields(packed[:, :8], 4, 8) | _bit_fields(packed[:, 8:], 2, 4) << 4
     scale = _half(b, "d") * _floats(six, minus=32)
-    codes = (
-        _bit_fields(_bytes(b, "qs"), 2, 32)
-        | _bit_fields(_bytes(b, "hmask"), 1, 32) << 2
-    )
+    codes = _bit_fields(_bytes(b, "qs"), 2, 32) | _bit_fields(_bytes(b, "hmask"), 1, 32) << 2
     return _scaled(scale, _floats(codes, minus=4))
 
 
@@ -243,23 +231,17 @@ def _k4_scales(b: _Blocks) -> tuple[_Floats, _Floats]:
 
 def _q4_k(b: _Blocks) -> _Floats:
     scale, minimum = _k4_scales(b)
-    return _offset(
-        _scaled(scale, _floats(_bit_fields(_bytes(b, "qs"), 4, 32))), -minimum
-    )
+    return _offset(_scaled(scale, _floats(_bit_fields(_bytes(b, "qs"), 4, 32))), -minimum)
 
 
 def _q5_k(b: _Blocks) -> _Floats:
     scale, minimum = _k4_scales(b)
-    codes = (
-        _bit_fields(_bytes(b, "qs"), 4, 32) | _bit_fields(_bytes(b, "qh"), 1, 32) << 4
-    )
+    codes = _bit_fields(_bytes(b, "qs"), 4, 32) | _bit_fields(_bytes(b, "qh"), 1, 32) << 4
     return _offset(_scaled(scale, _floats(codes)), -minimum)
 
 
 def _q6_k(b: _Blocks) -> _Floats:
-    codes = (
-        _bit_fields(_bytes(b, "ql"), 4, 64) | _bit_fields(_bytes(b, "qh"), 2, 32) << 4
-    )
+    codes = _bit_fields(_bytes(b, "ql"), 4, 64) | _bit_fields(_bytes(b, "qh"), 2, 32) << 4
     scale = _half(b, "d") * _bytes(b, "scales").view(np.int8).astype(np.float32)
     return _scaled(scale, _floats(codes, minus=32))
 
