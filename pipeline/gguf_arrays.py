@@ -100,6 +100,14 @@ class LazyArray(Sequence[object]):
             return number
         return next(self._walk(i))
 
+    def __reversed__(self) -> Iterator[object]:
+        return reversed(list(self))
+
+    def index(self, value: object, start: int = 0, stop: int | None = None) -> int:
+        """The first place of ``value`` between ``start`` and ``stop``; ``ValueError`` where it is not there."""
+        first, last, _ = slice(start, stop).indices(self._count)
+        return first + self[first:last].index(value)
+
     def tolist(self) -> list[object]:
         """Every element decoded; nested arrays become lists too."""
         return [element.tolist() if isinstance(element, LazyArray) else element for element in self]

@@ -94,7 +94,8 @@ class FileIndex:
         return name in self._by_name
 
     def __repr__(self) -> str:
-        return f"<FileIndex {self.path!r}: {self.n_tensors} tensors, {self.tensor_bytes} bytes, {len(self.shards)} file(s)>"
+        files = f"{len(self.shards)} file{'s' * (len(self.shards) != 1)}"
+        return f"<FileIndex {self.path!r}: {self.n_tensors} tensors, {self.tensor_bytes} bytes, {files}>"
 
     def tensor(self, name: str) -> TensorInfo:
         """The tensor of that name.
