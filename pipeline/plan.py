@@ -105,6 +105,11 @@ class LoadPlan:
         """File bytes of all tensors that are loaded."""
         return sum(piece.nbytes for part in self.ranges for piece in part.pieces)
 
+    def tensor_at(self, part: Range, offset: int) -> str:
+        """Name of the tensor that holds byte ``offset`` of the shard, within a range; for messages."""
+        inside = [piece for piece in part.pieces if part.offset + piece.offset <= offset] or list(part.pieces[:1])
+        return self.entries[inside[-1].entry].tensor.name
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values: what ``plan --json`` prints. Sizes in bytes."""
         budget = self.capabilities.budget_bytes

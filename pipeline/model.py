@@ -1,0 +1,371 @@
+"""A loaded model: weights by name, where they lie, and their bytes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import anyio.to_thread
+import numpy as np
+import numpy.typing as npt
+
+from ggufstream.backends.arena import Arena
+from ggufstream.backends.base import Backend, Slice
+from ggufstream.errors import ClosedError, OptionError, TruncatedFileError, UnreadableFileError, UnsupportedByDeviceError
+from ggufstream.ggml_types import GGMLType
+from ggufstream.gguf_file import FileIndex
+from ggufstream.layouts import Bytes, Layout
+from ggufstream.options import Intent, Placement
+from ggufstream.plan import DEVICE, HOST, LoadPlan, PlanEntry
+from ggufstream.report import LoadReport
+
+__all__ = ["Model", "Weight"]
+
+_NUMPY_TYPES: Mapping[str, str] = {
+    "F32": "<f4",
+    "F16": "<f2",
+    "F64": "<f8",
+    "I8": "<i1",
+    "I16": "<i2",
+    "I32": "<i4",
+    "I64": "<i8",
+}
+"""Types that numpy has as well; all others are shown as bytes."""
+
+_WINDOW_BYTES = 8 << 20
+
+
+class Weight:
+    """One tensor of a model.
+
+    In host memory (backends ``cpu`` and ``cpu_scalar``, placement ``HOST``) it offers its bytes without a copy:
+    ``memoryview()``, numpy's ``__array_interface__`` and DLPack. Elsewhere these raise ``BufferError``, and ``slices``
+    says where the bytes lie.
+    """
+
+    def __init__(self, model: Model, entry: PlanEntry, slices: Sequence[Slice]) -> None:
+        self._model = model
+        self._entry = entry
+        self._slices = tuple(slices)
+
+    @property
+    def name(self) -> str:
+        return self._entry.tensor.name
+
+    @property
+    def type(self) -> GGMLType:
+        """The type in the file."""
+        return self._entry.tensor.type
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """In elements, numpy order: the last is the row."""
+        return self._entry.tensor.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self._entry.tensor.nbytes
+
+    @property
+    def intent(self) -> Intent:
+        return self._entry.intent
+
+    @property
+    def layout(self) -> Layout:
+        return self._entry.layout
+
+    @property
+    def placement(self) -> Placement:
+        return self._entry.placement
+
+    @property
+    def slices(self) -> tuple[Slice, ...]:
+        """Where the rows lie, in row order: chunk (with its ``handle``), offset and size in bytes. Empty for ``ROWS``.
+
+        Raises:
+            ClosedError: The model is closed.
+        """
+        self._model.check_open()
+        return self._slices
+
+    async def read(self) -> bytes:
+        """All bytes, as they are in the file.
+
+        Raises:
+            ClosedError: The model is closed.
+            DeviceError: The device cannot give them back.
+            FileError: The tensor stays in the file (``ROWS``), and the file cannot be read.
+        """
+        result = np.empty(self.nbytes, np.uint8)
+        row_blocks = max(self._entry.tensor.row_blocks, 1)
+        rows = max(1, _WINDOW_BYTES // (row_blocks * self.type.block_bytes))
+        step = rows * row_blocks
+        for first in range(0, self.nbytes // self.type.block_bytes, step):
+            blocks = await self.read_blocks(first, min(step, self.nbytes // self.type.block_bytes - first))
+            start = first * self.type.block_bytes
+            result[start : start + blocks.size] = blocks
+        return result.tobytes()
+
+    async def read_blocks(self, first: int, count: int) -> Bytes:
+        """Blocks ``first`` to ``first + count`` of the tensor, as they are in the file.
+
+        Where the layout keeps several blocks together (``Layout.granule``), ask for whole granules.
+        """
+        return await self._model.run(lambda: self._read_blocks(first, count))
+
+    def _read_blocks(self, first: int, count: int) -> Bytes:
+        size = self.type.block_bytes
+        result = np.empty(count * size, np.uint8)
+        if self.placement is Placement.ROWS:
+            self._model.read_file(self._entry, first * size, result)
+            return result
+        for part, place in zip(self._entry.slices, self._slices, strict=True):
+            begin, end = max(first, part.first_block), min(first + count, part.first_block + part.extent.blocks)
+            if begin < end:
+                window = result[(begin - first) * size : (end - first) * size]
+                runs = []
+                for run in self.layout.runs(part.extent, begin - part.first_block, end - begin):
+                    packed = np.empty(run.nbytes, np.uint8)
+                    self._model.read_slice(place, run.offset, packed)
+                    runs.append(packed)
+                self.layout.unpack(part.extent, runs, window)
+        return result
+
+    def array(self) -> npt.NDArray[Any]:
+        """The memory itself as a numpy array, read-only: elements where numpy has the type, else bytes by row.
+
+        Shape ``shape`` for F32, F16, F64 and integers in layout ``raw`` (F16 and BF16 in layout ``f32`` are float32),
+        ``(rows, bytes a row)`` for everything else.
+
+        Raises:
+            BufferError: The bytes are on a device, in the file, or in several slices.
+        """
+        if self.nbytes == 0:
+            return np.empty(self.shape, np.uint8)
+        memory = self._model.host_memory(self)
+        if self.layout.name == "f32":
+            return memory.view("<f4").reshape(self.shape)
+        if self.layout.name == "raw" and self.type.name in _NUMPY_TYPES:
+            return memory.view(_NUMPY_TYPES[self.type.name]).reshape(self.shape)
+        return memory.reshape(-1, memory.size // self._entry.tensor.rows) if self.layout.name == "raw" else memory
+
+    def memoryview(self) -> memoryview:
+        """The memory itself, read-only; raises as ``array``."""
+        return memoryview(self.array())
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return self.array().__array_interface__
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.array().__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        device: tuple[int, int] = self.array().__dlpack_device__()
+        return device
+
+    def __repr__(self) -> str:
+        shape = "×".join(map(str, self.shape)) or "scalar"
+        return f"<Weight {self.name}: {self.type.name} {shape}, {self.placement} {self.layout.name}>"
+
+
+class Model(Mapping[str, Weight]):
+    """The tensors of a loaded file, by name. Owns the device memory: ``await model.aclose()``, or ``async with``."""
+
+    def __init__(
+        self,
+        *,
+        index: FileIndex,
+        plan: LoadPlan,
+        report: LoadReport,
+        backend: Backend,
+        arenas: Mapping[str, Arena],
+        descriptors: Mapping[int, int],
+        close: Callable[[], None],
+    ) -> None:
+        self.index = index
+        self.plan = plan
+        self.report = report
+        self.backend = backend
+        self._arenas = arenas
+        self._descriptors = descriptors
+        self._close: Callable[[], None] | None = close
+        self._running = 0
+        self._idle = anyio.Event()
+        self._weights = {entry.tensor.name: Weight(self, entry, self._slices(entry)) for entry in plan.entries}
+
+    def _slices(self, entry: PlanEntry) -> list[Slice]:
+        arena = self._arenas[HOST if entry.placement is Placement.HOST else DEVICE]
+        return [
+            Slice(
+                chunk=arena.place(part.index).chunk,
+                offset=arena.place(part.index).offset,
+                nbytes=part.nbytes,
+                extent=part.extent,
+                layout=entry.layout,
+            )
+            for part in entry.slices
+        ]
+
+    def __getitem__(self, name: str) -> Weight:
+        """The weight of that name.
+
+        Raises:
+            UnknownTensorError: There is none; the message names the closest.
+        """
+        try:
+            return self._weights[name]
+        except KeyError:
+            self.index.tensor(name)  # raises, with the closest names
+            raise OptionError(f"{name} was left out by select", remedy="Load it with a wider select") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    @property
+    def metadata(self) -> Mapping[str, object]:
+        """The file's metadata."""
+        return self.index.metadata
+
+    async def linear(self, name: str, x: npt.ArrayLike) -> npt.NDArray[np.float32]:
+        """The product ``x @ W.T`` with a weight, computed where the weight lies.
+
+        Args:
+            name: A weight with the intent ``LINEAR``.
+            x: Shape ``(…, n_in)``; converted to float32.
+
+        Returns:
+            Shape ``(…, n_out)``; for a weight of more than two dimensions, all its rows are outputs.
+
+        Raises:
+            OptionError: The shapes do not fit.
+            UnsupportedByDeviceError: The backend has no product for this weight.
+        """
+        weight = self[name]
+        batch = np.ascontiguousarray(x, dtype=np.float32)
+        n_in = weight.shape[-1] if weight.shape else 1
+        if batch.ndim == 0 or batch.shape[-1] != n_in:
+            raise OptionError(f"x has shape {batch.shape}, but a row of {name} has {n_in} elements")
+        if weight.placement is not Placement.ARENA:
+            raise UnsupportedByDeviceError(
+                f"{name} is not on the device ({weight.placement})",
+                backend=self.plan.capabilities.backend,
+                tensor=name,
+                remedy="See the reason in the plan",
+            )
+        slices, rows = weight.slices, batch.reshape(-1, n_in)
+        result = await self.run(lambda: self.backend.linear(slices, rows))
+        return result.reshape(*batch.shape[:-1], -1)
+
+    async def run[T](self, work: Callable[[], T]) -> T:
+        """Run ``work`` in a worker thread; ``aclose`` waits for it."""
+        self.check_open()
+        self._running += 1
+        try:
+            return await anyio.to_thread.run_sync(work)
+        finally:
+            self._running -= 1
+            if self._running == 0:
+                self._idle.set()
+                self._idle = anyio.Event()
+
+    def check_open(self) -> None:
+        """Raise ``ClosedError`` if the model is closed."""
+        if self._close is None:
+            raise ClosedError(f"the model of {self.index.path} is closed", remedy="Load it again")
+
+    def read_slice(self, place: Slice, offset: int, destination: Bytes) -> None:
+        """Copy from a slice into host memory. Blocks."""
+        view = place.chunk.view
+        if self.plan.capabilities.memory == "host" and view is not None:
+            np.copyto(destination, view[place.offset + offset : place.offset + offset + destination.size])
+        else:
+            self.backend.read(place.chunk, place.offset + offset, destination)
+
+    def read_file(self, entry: PlanEntry, offset: int, destination: Bytes) -> None:
+        """Read bytes of a tensor that stays in the file. Blocks."""
+        tensor = entry.tensor
+        path = self.index.shards[tensor.shard].path
+        position = 0
+        while position < destination.size:
+            at = tensor.offset + offset + position
+            try:
+                count = os.preadv(self._descriptors[tensor.shard], [destination[position:]], at)
+            except OSError as error:
+                raise UnreadableFileError(
+                    f"read error at byte {at:,}, in {tensor.name} ({error.strerror})",
+                    file=path,
+                    tensor=tensor.name,
+                    offset=at,
+                    errno=error.errno,
+                    remedy="Check the disk or the network mount",
+                ) from None
+            if count == 0:
+                raise TruncatedFileError(
+                    f"ends at byte {at:,}, in {tensor.name}: it was truncated after loading",
+                    file=path,
+                    tensor=tensor.name,
+                    offset=at,
+                    remedy="Load it again from a whole file",
+                )
+            position += count
+
+    def host_memory(self, weight: Weight) -> Bytes:
+        """The bytes of a weight that lies in one slice of host memory, read-only.
+
+        Raises:
+            BufferError: They lie elsewhere.
+        """
+        on_host = weight.placement is Placement.HOST or self.plan.capabilities.memory == "host"
+        slices = weight.slices
+        if weight.placement is Placement.ROWS:
+            raise BufferError(f"{weight.name} stays in the file; use read()")
+        if not on_host or len(slices) != 1 or slices[0].chunk.view is None:
+            where = ", ".join(f"handle {s.chunk.handle:#x} offset {s.offset} size {s.nbytes}" for s in slices)
+            raise BufferError(f"{weight.name} is on {self.plan.capabilities.device}: {where}; use read() or slices")
+        memory = slices[0].chunk.view[slices[0].offset : slices[0].offset + slices[0].nbytes]
+        memory.flags.writeable = False
+        return memory
+
+    def statistics(self) -> dict[str, Any]:
+        """Bytes of each arena, calls that are running, and the backend's counters."""
+        return {
+            "arenas": {
+                name: {
+                    "planned_bytes": arena.planned_bytes,
+                    "used_bytes": arena.used_bytes,
+                    "allocated_bytes": arena.allocated_bytes,
+                    "chunks": len(arena.chunks),
+                }
+                for name, arena in self._arenas.items()
+            },
+            "running": self._running,
+            "backend": self.backend.statistics(),
+        }
+
+    async def aclose(self) -> None:
+        """Wait for calls that are running, then free everything. A second call does nothing."""
+        close, self._close = self._close, None
+        if close is not None:
+            with anyio.CancelScope(shield=True):
+                while self._running:
+                    await self._idle.wait()
+                await anyio.to_thread.run_sync(close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __repr__(self) -> str:
+        state = "" if self._close is not None else ", closed"
+        return f"<Model {self.index.path!r}: {len(self)} weights on {self.plan.capabilities.device}{state}>"

@@ -1,0 +1,118 @@
+"""Pages of files and mappings: what is in the page cache, what is resident, and giving both back. Linux.
+
+The system calls go through ctypes, which releases the interpreter lock; Python's own ``mmap.madvise`` keeps it while
+the kernel reads from the disk. All functions block and belong in worker threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "MADV_DONTNEED",
+    "MADV_POPULATE_READ",
+    "PAGE",
+    "Residency",
+    "advise",
+    "evict",
+    "filesystem_type",
+    "page_span",
+    "rss_bytes",
+]
+
+PAGE = mmap.PAGESIZE
+
+MADV_DONTNEED = 4
+MADV_POPULATE_READ = 22
+"""Since Linux 5.14. Reports as an error what touching the page would die of."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+
+
+def page_span(offset: int, nbytes: int) -> tuple[int, int]:
+    """The pages that hold these bytes: first, and one past the last."""
+    return offset // PAGE, -(-(offset + nbytes) // PAGE)
+
+
+def advise(memory: npt.NDArray[np.uint8], advice: int) -> None:
+    """``madvise`` for the pages of an array.
+
+    Raises:
+        OSError: As the system call.
+    """
+    address = memory.ctypes.data
+    start = address - address % PAGE
+    if memory.size and _libc.madvise(start, address + memory.size - start, advice) != 0:
+        errno = ctypes.get_errno()
+        raise OSError(errno, os.strerror(errno))
+
+
+class Residency:
+    """Which pages of a file are in the page cache: one look, taken with ``mincore``.
+
+    The kernel answers "all" for a file that the caller neither owns nor may write.
+    """
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self.size = size
+        self.pages: npt.NDArray[np.bool_] = np.zeros(-(-size // PAGE), np.bool_)
+        if size:
+            with mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ) as mapping:
+                view = np.frombuffer(mapping, np.uint8)
+                state = self.pages.view(np.uint8)
+                known = _libc.mincore(view.ctypes.data, size, state.ctypes.data) == 0
+                del view  # the mapping cannot close while an array refers to it
+                state &= 1
+                if not known:
+                    state[:] = 1
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes in the page cache, in whole pages but never more than the file."""
+        return min(int(np.count_nonzero(self.pages)) * PAGE, self.size)
+
+    @property
+    def fraction(self) -> float:
+        """Share of the file's pages that are in the page cache; 1 for an empty file."""
+        return float(np.count_nonzero(self.pages)) / self.pages.size if self.pages.size else 1.0
+
+    def missing(self, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """Runs of pages in ``[first, last)`` that were not in the cache, each as first and one past the last."""
+        absent = ~self.pages[first:last]
+        edges = np.flatnonzero(np.diff(absent, prepend=False, append=False))
+        for start, stop in edges.reshape(-1, 2).tolist():
+            yield first + start, first + stop
+
+
+def evict(descriptor: int, first: int, last: int) -> None:
+    """Drop the pages ``[first, last)`` of a file from the page cache. Does nothing for pages that are mapped."""
+    os.posix_fadvise(descriptor, first * PAGE, (last - first) * PAGE, os.POSIX_FADV_DONTNEED)
+
+
+def rss_bytes() -> int:
+    """Resident memory of this process."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * PAGE
+
+
+def filesystem_type(device: int) -> str:
+    """Type of the file system with this ``st_dev``, ``"ext4"`` for instance; ``"unknown"`` where it is not listed."""
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return "unknown"
+    for line in lines:
+        fields = line.split()
+        if fields[2] == wanted:
+            return fields[fields.index("-") + 1]
+    return "unknown"

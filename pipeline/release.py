@@ -1,0 +1,94 @@
+"""Stage four: give pages back once their bytes have been uploaded.
+
+First the mapping's pages (``madvise``), then the page cache's (``posix_fadvise``, which leaves mapped pages alone), in
+that order. A page that two ranges share waits for both; a page that holds bytes which stay in use is never dropped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from ggufstream.options import PageCacheMode, Placement
+from ggufstream.pages import PAGE, Residency, evict, page_span
+from ggufstream.plan import LoadPlan
+from ggufstream.ranges import Range
+from ggufstream.read import Source
+
+__all__ = ["Releaser"]
+
+
+class Releaser:
+    """Knows which page is still needed by which range. Methods block; one thread at a time.
+
+    Args:
+        plan: All ranges of the load.
+        sources: By shard.
+        residency: By shard, taken before anything was read.
+        page_cache: ``auto`` is *as found* on discrete memory, and ``drop`` where the cache competes with the device.
+    """
+
+    def __init__(
+        self, plan: LoadPlan, sources: Sequence[Source], residency: Sequence[Residency], page_cache: PageCacheMode
+    ) -> None:
+        self._sources = sources
+        self._residency = residency
+        if page_cache == "auto":
+            page_cache = "drop" if plan.capabilities.memory == "unified" else "auto"
+        self.page_cache = page_cache
+        self.released_bytes = 0
+        # Pages at the borders of ranges, by how many ranges still need them. Pages inside belong to one range alone.
+        self._border: list[Counter[int]] = [Counter() for _ in sources]
+        self._kept: list[list[tuple[int, int]]] = [[] for _ in sources]
+        for part in plan.ranges:
+            self._border[part.shard].update(_border_pages(part.offset, part.nbytes))
+        for entry in plan.entries:
+            if entry.placement is Placement.ROWS:
+                tensor = entry.tensor
+                self._kept[tensor.shard].append(page_span(tensor.offset, tensor.nbytes))
+                self._border[tensor.shard].update(_border_pages(tensor.offset, tensor.nbytes))
+
+    def release(self, part: Range) -> None:
+        """All bytes of the range are on the device: drop the pages that nothing else needs."""
+        border = self._border[part.shard]
+        for page in _border_pages(part.offset, part.nbytes):
+            border[page] -= 1
+        first, last = page_span(part.offset, part.nbytes)
+        if border[first] > 0:
+            first += 1
+        if last > first and border[last - 1] > 0:
+            last -= 1
+        self._drop(part.shard, first, last)
+
+    def finish(self) -> None:
+        """Everything is loaded: drop headers, padding and what the kernel read ahead."""
+        for shard, source in enumerate(self._sources):
+            position = 0
+            pages = -(-source.shard.size // PAGE)
+            for first, last in sorted([*self._kept[shard], (pages, pages)]):
+                self._drop(shard, position, first, count=False)
+                position = last
+
+    def _drop(self, shard: int, first: int, last: int, *, count: bool = True) -> None:
+        if last <= first:
+            return
+        source = self._sources[shard]
+        source.drop(first, last)
+        for start, stop in self._evictable(shard, first, last):
+            evict(source.descriptor, start, stop)
+        if count:
+            self.released_bytes += (last - first) * PAGE
+
+    def _evictable(self, shard: int, first: int, last: int) -> Iterable[tuple[int, int]]:
+        match self.page_cache:
+            case "keep":
+                return ()
+            case "drop":
+                return ((first, last),)
+            case _:
+                return self._residency[shard].missing(first, last)
+
+
+def _border_pages(offset: int, nbytes: int) -> set[int]:
+    first, last = page_span(offset, nbytes)
+    return {first, last - 1}

@@ -1,0 +1,67 @@
+"""Stage two: the bytes of a range into their layout at their destination.
+
+The destination is the device's memory itself where it is mapped, else pinned staging memory from which ``upload``
+copies each run. Either way this executes what the plan has worked out: no sizes and no offsets are decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ggufstream.backends.arena import Arena
+from ggufstream.backends.base import Copy, Staging
+from ggufstream.layouts import Bytes
+from ggufstream.plan import LoadPlan
+from ggufstream.ranges import Range
+
+__all__ = ["destinations", "flush", "pack", "staged_bytes", "staged_copies"]
+
+
+def destinations(part: Range, plan: LoadPlan, arena: Arena) -> list[list[Bytes]]:
+    """For each piece, its runs in the mapped chunks of the arena."""
+    result = []
+    for piece in part.pieces:
+        chunk, start = arena.place(plan.entries[piece.entry].slices[piece.part].index)
+        view = chunk.view
+        assert view is not None, "direct placement needs mapped chunks"
+        result.append([view[start + run.offset : start + run.offset + run.nbytes] for run in piece.runs])
+    return result
+
+
+def flush(part: Range, plan: LoadPlan, arena: Arena) -> None:
+    """Make what was written into mapped chunks visible to the device."""
+    for piece in part.pieces:
+        chunk, start = arena.place(plan.entries[piece.entry].slices[piece.part].index)
+        for run in piece.runs:
+            chunk.flush(start + run.offset, run.nbytes)
+
+
+def staged_bytes(part: Range, alignment: int) -> int:
+    """Staging memory that a range takes: its runs one after the other, each at a multiple of ``alignment``."""
+    return sum(run.nbytes + -run.nbytes % alignment for piece in part.pieces for run in piece.runs)
+
+
+def staged_copies(
+    part: Range, plan: LoadPlan, arena: Arena, staging: Staging, alignment: int
+) -> tuple[list[list[Bytes]], list[Copy]]:
+    """For each piece, its runs in the staging memory; and the copies that bring them to their place."""
+    runs_by_piece = []
+    copies = []
+    position = 0
+    for piece in part.pieces:
+        chunk, start = arena.place(plan.entries[piece.entry].slices[piece.part].index)
+        runs = []
+        for run in piece.runs:
+            runs.append(staging.view[position : position + run.nbytes])
+            copies.append(Copy(position, chunk, start + run.offset, run.nbytes))
+            position += run.nbytes + -run.nbytes % alignment
+        runs_by_piece.append(runs)
+    return runs_by_piece, copies
+
+
+def pack(part: Range, plan: LoadPlan, source: Bytes, runs_by_piece: Sequence[Sequence[Bytes]]) -> None:
+    """Write the bytes of a range into its pieces' runs."""
+    for piece, runs in zip(part.pieces, runs_by_piece, strict=True):
+        entry = plan.entries[piece.entry]
+        extent = entry.slices[piece.part].extent
+        entry.layout.pack(extent, source[piece.offset : piece.offset + piece.nbytes], runs)
