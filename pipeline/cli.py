@@ -1,0 +1,121 @@
+"""The entry point ``ggufstream``: runs a verb and turns how it ended into an exit code and one line.
+
+======= ===========================================
+0       done
+1       a bug here, or the output could not be written
+2       usage: an option, its value, or a missing extra
+3       the file is bad or cannot be read
+4       device or memory
+5       ``verify`` found a difference
+130     SIGINT; 143 SIGTERM
+======= ===========================================
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from ggufstream.errors import GGUFStreamError
+from ggufstream.terminal import Interrupted
+
+__all__ = ["main"]
+
+_EXTRA = "cli"
+_EXTRA_MODULES = ("click", "rich")
+_FACTS = ("file", "tensor", "offset", "needed", "available", "backend", "name", "errno", "remedy")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        # a name that the terminal's encoding lacks is escaped, never an exception
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return _reader_is_gone()
+    except OSError as error:
+        return _fail(error, f"cannot write the output: {error.strerror}", 1, arguments)
+    return code
+
+
+def _run(arguments: Sequence[str]) -> int:
+    try:
+        from ggufstream.commands import UsageError, commands
+
+        try:
+            code = commands.main(list(arguments), prog_name="ggufstream", standalone_mode=False)
+        except UsageError as error:
+            return _fail(error, f"{error.format_message()} ({_help_for(error)})", error.exit_code, arguments)
+        except Interrupted as error:
+            return _fail(error, str(error), error.exit_code, arguments)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in _EXTRA_MODULES:
+            return _unexpected(error, arguments)
+        remedy = f"the command line needs {error.name}; install it with: pip install 'ggufstream[{_EXTRA}]'"
+        return _fail(error, remedy, 2, arguments)
+    except GGUFStreamError as error:
+        return _fail(error, str(error), error.exit_code, arguments)
+    except KeyboardInterrupt as error:
+        return _fail(error, "interrupted", 128 + signal.SIGINT, arguments)
+    except BrokenPipeError:
+        raise
+    except MemoryError as error:
+        return _fail(error, "the host is out of memory. Close other programs, or give less --staging", 4, arguments)
+    except Exception as error:  # noqa: BLE001 - the last line of defence: a person gets a sentence, not a traceback
+        return _unexpected(error, arguments)
+    return code if isinstance(code, int) else 0
+
+
+def _help_for(error: Any) -> str:
+    path = error.ctx.command_path if error.ctx is not None else "ggufstream"
+    return f"see `{path} --help`"
+
+
+def _unexpected(error: Exception, arguments: Sequence[str]) -> int:
+    if "--debug" in arguments:
+        traceback.print_exception(error)
+    what = f"unexpected {type(error).__name__}: {error}. This is a bug in ggufstream; --debug shows where"
+    return _fail(error, what, 1, arguments)
+
+
+def _fail(error: BaseException, message: str, code: int, arguments: Sequence[str]) -> int:
+    """Say what went wrong: one line on stderr, and an object on stdout where JSON was asked for."""
+    # what a shell printed before, or nothing: never an error about the error
+    try:
+        print(f"error: {_one_line(message)}", file=sys.stderr, flush=True)
+        if "--json" in arguments:
+            import json
+
+            facts = {name: _plain(getattr(error, name, None)) for name in _FACTS}
+            known = {name: value for name, value in facts.items() if value not in (None, "")}
+            body = {"type": type(error).__name__, "message": message, "exit_code": code, **known}
+            print(json.dumps({"error": body}), flush=True)
+    except OSError:
+        return code if not isinstance(error, OSError) else 1
+    return code
+
+
+def _plain(value: object) -> object:
+    return value if isinstance(value, str | int | float | None) else str(value)
+
+
+def _one_line(text: str) -> str:
+    """Escaped as `ggufstream.sinks.printable` does it; that module costs too much for a mistyped option."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def _reader_is_gone() -> int:
+    """Whoever read stdout has left (``| head``): end quietly, and keep the interpreter from flushing again."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
+    return 128 + signal.SIGPIPE

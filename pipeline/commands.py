@@ -1,0 +1,277 @@
+"""The verbs of the command line. Everything heavy is imported inside them, so that ``--help`` answers at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
+
+import click
+
+from ggufstream.errors import OptionError
+from ggufstream.options import IOMode, LazyMode, LoadOptions, PageCacheMode, UploadMode, parse_bytes
+from ggufstream.terminal import LogFormat, configure_logging, progress_bar, run_interruptible, write_json
+
+if TYPE_CHECKING:
+    from ggufstream.gguf_file import FileIndex
+
+__all__ = ["UsageError", "commands", "describe_index"]
+
+UsageError = click.UsageError
+
+DIFFERS = 5
+"""Exit code of ``verify``."""
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if not wanted or context.resilient_parsing:
+        return
+    from importlib import metadata
+
+    try:
+        version = metadata.version("ggufstream")
+    except metadata.PackageNotFoundError:
+        version = "(not installed)"
+    click.echo(f"ggufstream {version}")
+    context.exit()
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Show the version."
+)
+def commands() -> None:
+    """Stream GGUF model files onto a device.
+
+    Each verb takes --json: one JSON object on stdout, logs on stderr. Defaults come from environment variables such
+    as GGUFSTREAM_BACKEND, GGUFSTREAM_IO and GGUFSTREAM_STAGING.
+    """
+
+
+_SHARED = (
+    click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
+    click.option("--log-format", type=click.Choice(get_args(LogFormat)), default="auto", help="Of the log on stderr."),
+    click.option("-v", "--verbose", count=True, help="Log more; twice for everything."),
+    # `ggufstream.cli` looks for it itself, because an error may come before the options are parsed
+    click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an unexpected error."),
+)
+
+
+def _shared(function: _F) -> _F:
+    for option in reversed(_SHARED):
+        function = option(function)
+    return function
+
+
+def _choice(*names: str) -> click.Choice[str]:
+    return click.Choice(names, case_sensitive=False)
+
+
+_LOADING = (
+    click.option("--backend", metavar="NAME", help="auto, cpu, cpu_scalar, vulkan or simulated:PROFILE."),
+    click.option("--device", metavar="DEVICE", help="Index of the device, or a part of its name."),
+    click.option("--io", type=_choice(*get_args(IOMode)), help="How bytes come out of the file."),
+    click.option("--upload", type=_choice(*get_args(UploadMode)), help="Into device memory in place, or via staging."),
+    click.option("--lazy", type=_choice(*get_args(LazyMode)), help="Which lookup tables stay in the file."),
+    click.option("--page-cache", type=_choice(*get_args(PageCacheMode)), help="What the page cache holds afterwards."),
+    click.option("--staging", metavar="BYTES", help="Host memory for moving bytes, such as 256M."),
+    click.option("--workers", type=click.IntRange(1), metavar="N", help="Worker threads."),
+    click.option("--select", metavar="REGEX", help="Only tensors whose name matches."),
+    click.option("--validation", is_flag=True, help="Run Vulkan's validation layer."),
+)
+
+
+def _loading(function: _F) -> _F:
+    function = _shared(function)
+    for option in reversed(_LOADING):
+        function = option(function)
+    return function
+
+
+def _options(*, staging: str | None, validation: bool, **given: Any) -> LoadOptions:
+    """The environment's options, changed by those on the command line."""
+    changes = {name: value for name, value in given.items() if value is not None}
+    if staging is not None:
+        try:
+            changes["staging_bytes"] = parse_bytes(staging)
+        except OptionError as error:
+            raise OptionError(f"--staging: {error.what}", remedy=error.remedy) from None
+    if validation:
+        changes["validation"] = True
+    return LoadOptions.from_environment().replace(**changes)
+
+
+def _settle(*, log_format: LogFormat, verbose: int, **given: Any) -> LoadOptions:
+    options = _options(**given)
+    configure_logging(log_format, verbose)
+    return options
+
+
+@commands.command(short_help="Show header, metadata, tensors and shards.")
+@click.argument("file")
+@click.option("--arrays", is_flag=True, help="With --json: every element of metadata arrays.")
+@_shared
+def inspect(file: str, *, arrays: bool, as_json: bool, log_format: LogFormat, verbose: int) -> None:
+    """Show what the header of FILE says; reads no tensor data."""
+    from ggufstream.gguf_file import read_index
+
+    configure_logging(log_format, verbose)
+
+    index = run_interruptible(lambda: read_index(file))
+    found = describe_index(index, arrays=arrays and as_json)
+    if as_json:
+        write_json(found)
+        return
+    from ggufstream.render import show_inspect
+
+    show_inspect(found)
+
+
+def describe_index(index: FileIndex, *, arrays: bool = False) -> dict[str, Any]:
+    """A file index in plain values: what ``inspect --json`` prints. Sizes and offsets in bytes."""
+    from ggufstream.gguf_file import LazyArray
+
+    metadata: dict[str, Any] = {}
+    for key, value in index.metadata.items():
+        if isinstance(value, LazyArray):
+            metadata[key] = {"array": value.element_type, "length": len(value)}
+            if arrays:
+                metadata[key]["values"] = value.tolist()
+        else:
+            metadata[key] = value
+    types: dict[str, dict[str, int]] = {}
+    for tensor in index.tensors:
+        total = types.setdefault(tensor.type.name, {"tensors": 0, "bytes": 0})
+        total["tensors"] += 1
+        total["bytes"] += tensor.nbytes
+    return {
+        "file": index.path,
+        "version": index.version,
+        "alignment": index.alignment,
+        "architecture": index.architecture,
+        "file_bytes": index.file_bytes,
+        "tensor_bytes": index.tensor_bytes,
+        "shards": [
+            {"file": s.path, "bytes": s.size, "header_bytes": s.header_bytes, "data_offset": s.data_offset}
+            for s in index.shards
+        ],
+        "metadata": metadata,
+        "types": dict(sorted(types.items(), key=lambda item: -item[1]["bytes"])),
+        "tensors": [
+            {
+                "name": t.name,
+                "type": t.type.name,
+                "shape": list(t.shape),
+                "shard": t.shard,
+                "offset": t.offset,
+                "bytes": t.nbytes,
+            }
+            for t in index.tensors
+        ],
+        "warnings": list(index.warnings),
+    }
+
+
+@commands.command(short_help="Show what a load would do, tensor by tensor.")
+@click.argument("file")
+@_loading
+def plan(file: str, *, as_json: bool, **given: Any) -> None:
+    """Show what `load` would do with each tensor of FILE; moves no byte."""
+    options = _settle(**given)
+    found = run_interruptible(lambda: _plan(file, options))
+    if as_json:
+        write_json(found)
+        return
+    from ggufstream.render import show_plan
+
+    show_plan(found)
+
+
+async def _plan(file: str, options: LoadOptions) -> dict[str, Any]:
+    import anyio.to_thread
+
+    from ggufstream.backends.registry import open_backend
+    from ggufstream.gguf_file import read_index
+    from ggufstream.plan import plan as make_plan
+
+    index = await read_index(file)
+    direct = {"auto": None, "direct": True, "staged": False}[options.upload]
+
+    def work() -> dict[str, Any]:
+        with open_backend(
+            options.backend, device=options.device, direct=direct, validation=options.validation
+        ) as backend:
+            return make_plan(index, backend=backend, options=options).to_dict()
+
+    return await anyio.to_thread.run_sync(work)
+
+
+@commands.command(short_help="Load, print the report, free.")
+@click.argument("file")
+@_loading
+def load(file: str, *, as_json: bool, log_format: LogFormat, **given: Any) -> None:
+    """Load FILE onto a device, print the report, and free everything."""
+    options = _settle(log_format=log_format, **given)
+    from ggufstream.loader import load as load_model
+
+    async def work() -> dict[str, Any]:
+        with progress_bar(log_format) as bar:
+            async with await load_model(file, options=options, sinks=[bar]) as model:
+                return model.report.to_dict()
+
+    report = run_interruptible(work)
+    if as_json:
+        write_json(report)
+        return
+    from ggufstream.render import show_report
+
+    show_report(report)
+
+
+@commands.command(short_help="Load, and compare every byte with the file.")
+@click.argument("file")
+@_loading
+def verify(file: str, *, as_json: bool, log_format: LogFormat, **given: Any) -> int:
+    """Load FILE and check what arrived.
+
+    Every tensor is read back and compared with the file, byte for byte, and its products with the reference. Exit
+    code 5 if anything differs.
+    """
+    options = _settle(log_format=log_format, **given)
+    from ggufstream.loader import load as load_model
+    from ggufstream.verify import verify as verify_model
+
+    async def work() -> dict[str, Any]:
+        with progress_bar(log_format) as bar:
+            model = await load_model(file, options=options, sinks=[bar])
+        async with model:
+            found = await verify_model(model)
+            report = model.report
+            place = {"backend": report.backend, "device": report.device, "io": report.io, "upload": report.upload}
+            return {"file": report.file, **place, **found.to_dict()}
+
+    result = run_interruptible(work)
+    if as_json:
+        write_json(result)
+    else:
+        from ggufstream.render import show_verify
+
+        show_verify(result)
+    return DIFFERS if result["differing"] else 0
+
+
+@commands.command(short_help="Show what each backend sees here.")
+@_shared
+def devices(*, as_json: bool, log_format: LogFormat, verbose: int) -> None:
+    """Show what each backend sees here, what it lacks, and how to get it."""
+    from ggufstream.backends.registry import describe_backends
+
+    configure_logging(log_format, verbose)
+    found = describe_backends()
+    if as_json:
+        write_json({"backends": found})
+        return
+    from ggufstream.render import show_devices
+
+    show_devices(found)

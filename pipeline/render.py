@@ -1,0 +1,254 @@
+"""Results for people, on stdout: tables and panels. Takes what ``--json`` prints, so that both say the same."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from ggufstream.sinks import human_bytes, printable
+
+__all__ = ["show_devices", "show_inspect", "show_plan", "show_report", "show_verify"]
+
+_PIPE_WIDTH = 1000
+"""Columns where stdout is no terminal: nothing is cut, so that `grep` finds whole names."""
+_TEXT_LIMIT = 200
+_PANEL_WIDTH = 100
+
+
+class _Output(Console):
+    """Stdout. Markup, emoji codes and highlighting stay off: names come from files that strangers made."""
+
+    def __init__(self) -> None:
+        fixed = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else _PIPE_WIDTH
+        super().__init__(markup=False, emoji=False, highlight=False, width=fixed)
+
+    def show(self, *parts: RenderableType) -> None:
+        """Print, without the spaces that pad a table's lines where no terminal would show them."""
+        if self.is_terminal:
+            self.print(*parts)
+            return
+        with self.capture() as captured:
+            self.print(*parts)
+        sys.stdout.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
+
+
+def _table(*columns: str, right: Iterable[str] = (), elastic: str = "", title: str | None = None) -> Table:
+    """A table whose ``elastic`` column gives way on a narrow terminal."""
+    table = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, title=title, title_justify="left", title_style="bold"
+    )
+    for name in columns:
+        justify = "right" if name in right else "left"
+        gives_way = name == elastic
+        table.add_column(
+            name,
+            justify=justify,  # type: ignore[arg-type] # the conditional widens to str
+            no_wrap=True,
+            overflow="ellipsis",
+            ratio=None,
+            min_width=12 if gives_way else len(name),
+            style="" if name != "reason" else "dim",
+        )
+    return table
+
+
+def _facts() -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return " × ".join(map(str, shape)) if shape else "scalar"
+
+
+def _seconds(value: float) -> str:
+    return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{value['array']}[{value['length']}]"
+    if isinstance(value, float):
+        return f"{value:.7g}"
+    text = printable(value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else value)
+    return text if len(text) <= _TEXT_LIMIT else f"{text[:_TEXT_LIMIT]}… ({len(text):,} characters)"
+
+
+def show_inspect(found: Mapping[str, Any]) -> None:
+    console = _Output()
+    facts = _facts()
+    facts.add_row("file", printable(found["file"]))
+    facts.add_row("format", f"GGUF version {found['version']}, alignment {found['alignment']}")
+    facts.add_row("model", _model(found))
+    facts.add_row("size", f"{human_bytes(found['file_bytes'])} ({found['file_bytes']:,} bytes)")
+    facts.add_row("tensors", f"{len(found['tensors'])}, {human_bytes(found['tensor_bytes'])}")
+    if len(found["shards"]) > 1:
+        names = ", ".join(printable(os.path.basename(shard["file"])) for shard in found["shards"])
+        facts.add_row("shards", f"{len(found['shards'])}: {names}")
+    for warning in found["warnings"]:
+        facts.add_row(Text("warning", "yellow"), printable(warning))
+    console.show(facts)
+    metadata = _table("key", "value", title="metadata")
+    for key, value in found["metadata"].items():
+        metadata.add_row(printable(key), _value(value))
+    tensors = _table("name", "type", "shape", "offset", "bytes", right=("shape", "offset", "bytes"), title="tensors")
+    for t in found["tensors"]:
+        cells = (t["type"], _shape(t["shape"]), f"{t['offset']:,}", f"{t['bytes']:,}")
+        tensors.add_row(printable(t["name"]), *cells)
+    types = _table("type", "tensors", "bytes", "size", right=("tensors", "bytes", "size"), title="types")
+    for name, total in found["types"].items():
+        types.add_row(name, str(total["tensors"]), f"{total['bytes']:,}", human_bytes(total["bytes"]))
+    for table in (metadata, tensors, types):
+        console.show()
+        console.show(table)
+
+
+def _model(found: Mapping[str, Any]) -> str:
+    architecture = found["architecture"]
+    metadata = found["metadata"]
+    parts = [metadata.get("general.name"), architecture, metadata.get("general.size_label")]
+    for key, unit in (("block_count", "layers"), ("embedding_length", "wide"), ("context_length", "tokens of context")):
+        count = metadata.get(f"{architecture}.{key}")
+        if isinstance(count, int):
+            parts.append(f"{count:,} {unit}")
+    return ", ".join(_value(part) for part in parts if part is not None) or "unknown"
+
+
+def show_plan(found: Mapping[str, Any]) -> None:
+    console = _Output()
+    columns = ["name", "type", "shape", "intent", "layout", "placement", "file", "device"]
+    if any(t["reason"] for t in found["tensors"]):
+        columns.append("reason")
+    table = _table(*columns, right=("shape", "file", "device"), elastic="reason")
+    for t in found["tensors"]:
+        sizes = (human_bytes(t["file_bytes"]), human_bytes(t["device_bytes"]) if t["device_bytes"] else "–")
+        cells = (t["type"], _shape(t["shape"]), t["intent"], t["layout"], t["placement"], *sizes)
+        table.add_row(printable(t["name"]), *cells, *([printable(t["reason"])] if "reason" in columns else []))
+    console.show(table)
+    arenas = _table("arena", "planned", "bytes", "slices", right=("planned", "bytes", "slices"))
+    for arena in found["arenas"]:
+        planned = arena["planned_bytes"]
+        arenas.add_row(printable(arena["name"]), human_bytes(planned), f"{planned:,}", str(arena.get("slices", "")))
+    console.show(arenas)
+    for reason, names in _by_reason(found.get("fallbacks", ())).items():
+        console.show(Text(f"{len(names)} × {reason}: {_some(names)}", "yellow"))
+    console.show(_budget_line(found))
+
+
+def _budget_line(found: Mapping[str, Any]) -> Text:
+    device = printable(f"{found['backend']}: {found['device']}")
+    budget = found["budget_bytes"]
+    if budget is None:
+        return Text(f"{device} does not say how much memory it has")
+    if found["fits"]:
+        return Text(f"fits {device}, which has {human_bytes(budget)} to give", "green")
+    return Text(f"does not fit {device}, which has only {human_bytes(budget)} to give", "bold red")
+
+
+def _by_reason(fallbacks: Iterable[Mapping[str, str]]) -> dict[str, list[str]]:
+    grouped: dict[str, list[str]] = {}
+    for fallback in fallbacks:
+        grouped.setdefault(printable(fallback["reason"]), []).append(printable(fallback["tensor"]))
+    return grouped
+
+
+def _some(names: Sequence[str], limit: int = 3) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def show_report(report: Mapping[str, Any]) -> None:
+    console = _Output()
+    r = report
+    seconds, rss, cache, lag = r["seconds"], r["rss"], r["page_cache_bytes"], r["event_loop_lag_ms"]
+    facts = _facts()
+    facts.add_row("loaded", f"{r['tensors']} tensors, {human_bytes(r['tensor_bytes'])} → {_target(r)}")
+    rate = f"{r['bytes_per_second'] / 1e9:.2f} GB/s"
+    how = f"{r['io']}, {r['upload']}, {r['workers']} worker{'s' if r['workers'] != 1 else ''}"
+    facts.add_row(
+        "speed",
+        Text.assemble((rate, "bold green"), f": {human_bytes(r['streamed_bytes'])} in {_seconds(seconds['stream'])}"),
+    )
+    facts.add_row("how", f"{how}; {printable(r['io_reason'])}")
+    steps = [f"{name} {_seconds(seconds[name])}" for name in ("header", "plan", "stream", "total") if name in seconds]
+    facts.add_row("time", " · ".join(steps))
+    if r["first_layer_seconds"] is not None:
+        facts.add_row("", f"first layer ready after {_seconds(r['first_layer_seconds'])}")
+    facts.add_row("placed", _totals(r["placements"]))
+    facts.add_row("layouts", _totals(r["layouts"]))
+    facts.add_row("arenas", Group(*(_arena(arena) for arena in r["arenas"])) if r["arenas"] else "none")
+    facts.add_row("RSS", " · ".join(f"{human_bytes(rss[when])} {when}" for when in ("before", "peak", "after")))
+    facts.add_row("staging", f"{human_bytes(r['staging_peak_bytes'])} used of {human_bytes(r['staging_bytes'])}")
+    held = " · ".join(f"{_known(cache[when])} {when}" for when in ("before", "after"))
+    facts.add_row("page cache", f"{r['page_cache']}: {held} · {human_bytes(r['released_bytes'])} given back")
+    facts.add_row("event loop", f"late by {lag['max']:.1f} ms at most, p99 {lag['p99']:.1f} ms")
+    for reason, names in _by_reason(r["fallbacks"]).items():
+        facts.add_row(Text("fallback", "yellow"), f"{len(names)} × {reason}: {_some(names)}")
+    for warning in r["warnings"]:
+        facts.add_row(Text("warning", "yellow"), printable(warning))
+    _panel(console, facts, os.path.basename(r["file"]))
+
+
+def _panel(console: _Output, body: RenderableType, title: str) -> None:
+    width = min(console.width, _PANEL_WIDTH)
+    name = Text(printable(title), "bold", overflow="ellipsis")
+    name.truncate(width - 6, overflow="ellipsis")
+    console.show(Panel(body, title=name, title_align="left", box=box.ROUNDED, border_style="dim", width=width))
+
+
+def _target(result: Mapping[str, Any]) -> str:
+    backend, device = printable(result["backend"]), printable(result["device"])
+    reason = printable(result.get("backend_reason") or "")
+    return f"{backend}: {device}" + (f" ({reason})" if reason else "")
+
+
+def _totals(totals: Mapping[str, Mapping[str, int]]) -> str:
+    parts = (f"{name} {t['tensors']} tensors {human_bytes(t['bytes'])}" for name, t in totals.items() if t["tensors"])
+    return " · ".join(parts) or "nothing"
+
+
+def _arena(arena: Mapping[str, Any]) -> str:
+    used, planned, chunks = arena["used_bytes"], arena["planned_bytes"], arena["chunks"]
+    agrees = "as planned" if used == planned else f"{human_bytes(planned)} planned"
+    allocated = f"{human_bytes(arena['allocated_bytes'])} allocated in {chunks} chunk{'s' if chunks != 1 else ''}"
+    return f"{printable(arena['name'])}: {human_bytes(used)} used {agrees}, {allocated}"
+
+
+def _known(n: int | None) -> str:
+    return "unknown" if n is None else human_bytes(n)
+
+
+def show_verify(result: Mapping[str, Any]) -> None:
+    console = _Output()
+    differing = result["differing"]
+    rate = result["bytes"] / result["seconds"] if result["seconds"] else math.nan
+    facts = _facts()
+    facts.add_row("on", f"{_target(result)}, {result['io']}, {result['upload']}")
+    facts.add_row("checked", f"{result['tensors']} tensors, {human_bytes(result['bytes'])}")
+    facts.add_row("time", f"{_seconds(result['seconds'])} ({rate / 1e9:.2f} GB/s)")
+    if not differing:
+        facts.add_row("result", Text("every byte as in the file, every product as the reference", "bold green"))
+    for found in differing:
+        facts.add_row(Text("differs", "bold red"), f"{printable(found['tensor'])}: {printable(found['what'])}")
+    _panel(console, facts, os.path.basename(result["file"]))
+
+
+def show_devices(backends: Sequence[Mapping[str, Any]]) -> None:
+    console = _Output()
+    for backend in backends:
+        facts = _facts()
+        for key, value in backend.items():
+            if value is not None and key != "name":
+                facts.add_row(printable(key), printable(value))
+        _panel(console, facts, str(backend.get("name", "backend")))

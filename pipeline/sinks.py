@@ -1,0 +1,287 @@
+"""Where events go: log records for machines, a live bar for people.
+
+A sink is any callable that takes an event (`ggufstream.events.EventSink`). It runs on the event loop, so it must not
+block: `StructlogSink` hands a small dict to the application's logger, `RichProgress` stores a few numbers that a thread
+of its own draws.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import unicodedata
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import IO, TYPE_CHECKING, Any, Self
+
+import structlog
+
+from ggufstream.events import (
+    ArenaGrown,
+    Event,
+    HeaderRead,
+    LoadCancelled,
+    LoadFailed,
+    LoadFinished,
+    LoadStarted,
+    Planned,
+    Progress,
+    TensorReady,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+
+__all__ = ["RichProgress", "StructlogSink", "flatten_report", "human_bytes", "printable"]
+
+
+def printable(text: object) -> str:
+    """``text`` with everything escaped that a terminal would act on or could not show.
+
+    Names and metadata come from files that strangers made: escape sequences, line breaks, and marks that turn the
+    direction of text become ``\\x1b``, ``\\n`` and ``\\u202e``.
+    """
+    plain = str(text)
+    if plain.isprintable():
+        return plain
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in plain)
+
+
+def human_bytes(n: float) -> str:
+    """Bytes in binary units, three or four digits: ``93.8 MiB``."""
+    size = float(n)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1000 or (unit == "B" and abs(size) < 1024):
+            return f"{size:.0f} {unit}" if unit == "B" or abs(size) >= 100 else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:,.1f} TiB"
+
+
+def flatten_report(report: Mapping[str, Any]) -> dict[str, Any]:
+    """A ``LoadReport.to_dict()`` as one flat record: numbers stay numbers, lists become counts and sums."""
+    flat: dict[str, Any] = {}
+    for key, value in report.items():
+        if key == "arenas":
+            flat["arenas"] = len(value)
+            for name in ("planned_bytes", "used_bytes", "allocated_bytes", "chunks"):
+                flat[f"arena_{name}"] = sum(arena[name] for arena in value)
+        elif isinstance(value, Mapping):
+            flat.update(_flat(key, value))
+        elif isinstance(value, list | tuple):
+            flat[key] = len(value)
+        else:
+            flat[key] = value
+    return flat
+
+
+def _flat(prefix: str, value: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, inner in value.items():
+        name = f"{prefix}_{str(key).lower()}"
+        if isinstance(inner, Mapping):
+            yield from _flat(name, inner)
+        else:
+            yield name, inner
+
+
+class StructlogSink:
+    """One record an event; the last one, ``load_finished``, holds the whole report (the canonical line of a load).
+
+    Progress and ready tensors are at debug level. Records go to structlog where the application has configured it,
+    else to the standard library's logger ``ggufstream``: an application that configured neither sees nothing below
+    a warning, and nothing on stdout. Values bound with ``structlog.contextvars`` stay in the records.
+    """
+
+    def __init__(self, logger: Any = None) -> None:
+        self._log = logger if logger is not None else _default_logger()
+
+    def __call__(self, event: Event, /) -> None:
+        match event:
+            case Progress():
+                rate = round(event.bytes_per_second)
+                self._log.debug("progress", **_fields(event), bytes_per_second=rate, seconds_left=event.seconds_left)
+            case TensorReady():
+                self._log.debug("tensor_ready", **_fields(event))
+            case LoadStarted():
+                self._log.info("load_started", **_fields(event))
+            case HeaderRead():
+                self._log.info("header_read", **_fields(event))
+                for text in event.warnings:
+                    self._log.warning("file_warning", load_id=event.load_id, file=event.file, warning=text)
+            case Planned():
+                self._planned(event)
+            case ArenaGrown():
+                self._log.info("arena_grown", **_fields(event))
+            case LoadFinished():
+                self._log.info("load_finished", **{"load_id": event.load_id, **flatten_report(event.report)})
+            case LoadFailed():
+                kind, exit_code = type(event.error).__name__, getattr(event.error, "exit_code", None)
+                fields = {"load_id": event.load_id, "error": str(event.error), "error_type": kind}
+                self._log.error("load_failed", **fields, **({} if exit_code is None else {"exit_code": exit_code}))
+            case LoadCancelled():
+                self._log.warning("load_cancelled", load_id=event.load_id)
+
+    def _planned(self, event: Planned) -> None:
+        fields = _fields(event) | {"fallbacks": len(event.fallbacks), "arenas": dict(event.arenas)}
+        self._log.info("planned", **fields)
+        by_reason: dict[str, list[str]] = {}
+        for tensor, reason in event.fallbacks:
+            by_reason.setdefault(reason, []).append(tensor)
+        for reason, tensors in by_reason.items():
+            self._log.warning(
+                "fallback", load_id=event.load_id, tensors=len(tensors), first_tensor=tensors[0], reason=reason
+            )
+
+
+def _fields(event: Event) -> dict[str, Any]:
+    return {name: getattr(event, name) for name in event.__dataclass_fields__}
+
+
+def _default_logger() -> Any:
+    if structlog.is_configured():
+        return structlog.get_logger("ggufstream")
+    return structlog.wrap_logger(
+        logging.getLogger("ggufstream"),
+        processors=[
+            structlog.stdlib.filter_by_level,
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.KeyValueRenderer(key_order=["event", "load_id"]),
+        ],
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=False,
+    )
+
+
+@dataclass(slots=True)
+class _LoadView:
+    """What is known of one load; the event loop writes, the drawing thread reads."""
+
+    file: str = ""
+    target: str = ""
+    progress: Progress | None = None
+    bytes_total: int = 0
+    planned: dict[str, int] = field(default_factory=dict)
+    allocated: dict[str, int] = field(default_factory=dict)
+    end: str = ""
+
+
+class RichProgress:
+    """A live bar on a terminal: file, bytes, rate, time left, tensors and arenas. Nothing on anything else.
+
+    Use it as a context manager, or call :meth:`close` at the end, so that the last picture is complete before other
+    output follows. It draws in a thread of its own: a terminal that has stopped never stops a load.
+
+    Args:
+        file: Where to draw; default ``sys.stderr``.
+        refresh_per_second: Pictures a second.
+
+    Raises:
+        ModuleNotFoundError: rich is not installed (``pip install 'ggufstream[cli]'``).
+    """
+
+    def __init__(self, *, file: IO[str] | None = None, refresh_per_second: float = 10) -> None:
+        from rich.console import Console
+
+        stream = sys.stderr if file is None else file
+        self._console: Console = Console(file=stream, markup=False, emoji=False, highlight=False)
+        self.active: bool = stream.isatty() and not self._console.is_dumb_terminal
+        self._refresh = refresh_per_second
+        self._loads: dict[str, _LoadView] = {}
+        self._finished = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __call__(self, event: Event, /) -> None:
+        if not self.active or self._finished.is_set():
+            return
+        view = self._loads.get(event.load_id)
+        if view is None:
+            # a new dict, because the drawing thread may be iterating over the old one
+            view = _LoadView()
+            self._loads = {**self._loads, event.load_id: view}
+        match event:
+            case LoadStarted():
+                view.file = event.file
+            case HeaderRead():
+                view.file = event.file
+            case Planned():
+                view.target = f"{event.backend}: {event.device}"
+                view.bytes_total = event.bytes_total
+                view.planned = dict(event.arenas)
+            case ArenaGrown():
+                view.allocated = {**view.allocated, event.arena: event.allocated_bytes}
+            case Progress():
+                view.progress = event
+            case LoadFinished():
+                view.end = "done"
+            case LoadFailed():
+                view.end = "failed"
+            case LoadCancelled():
+                view.end = "cancelled"
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._draw, name="ggufstream-progress", daemon=True)
+            self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Draw the last picture and end the thread. Waits for at most a second, in case the terminal has stopped."""
+        self._finished.set()
+        if self._thread is not None:
+            self._thread.join(1)
+
+    def _draw(self) -> None:
+        from rich.live import Live
+
+        # stdout carries results and is not ours; what is logged to stderr meanwhile appears above the bar
+        with Live(self, console=self._console, refresh_per_second=self._refresh, redirect_stdout=False):
+            self._finished.wait()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for view in self._loads.values():
+            yield from _picture(view, options.max_width)
+
+
+def _picture(view: _LoadView, width: int) -> Iterator[RenderableType]:
+    """Three lines: what, the bar, and the numbers."""
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    name = _tail(printable(view.file), width // 2)
+    head = Text.assemble((name, "bold"), no_wrap=True, overflow="ellipsis")
+    if view.target:
+        head.append(f" → {printable(view.target)}", "dim")
+    yield head
+    p = view.progress
+    done, total = (p.bytes_done, p.bytes_total) if p else (0, view.bytes_total)
+    bar = Table.grid(padding=(0, 1), expand=True)
+    bar.add_column(ratio=1)
+    bar.add_column(justify="right", no_wrap=True)
+    state = {"failed": "red", "cancelled": "yellow"}.get(view.end, "green" if view.end else "cyan")
+    percent = f"{100 * done / total:3.0f} %" if total else "  – %"
+    # a pulse while the header is read: its length is not known
+    meter = ProgressBar(total=total or None, completed=done, pulse=not total and not view.end, complete_style=state)
+    bar.add_row(meter, Text(percent, state))
+    yield bar
+    parts = [f"{human_bytes(done)} of {human_bytes(total)}"] if total else ["reading the header"]
+    if p is not None:
+        parts.append(f"{human_bytes(p.bytes_per_second)}/s")
+        left = p.seconds_left
+        parts.append(f"{p.seconds:.1f} s" if view.end or left is None else f"{left:.1f} s left")
+        parts.append(f"{p.tensors_done}/{p.tensors_total} tensors")
+    for arena, planned in view.planned.items():
+        parts.append(f"{printable(arena)} {human_bytes(view.allocated.get(arena, 0))} of {human_bytes(planned)}")
+    if view.end in ("failed", "cancelled"):
+        parts.insert(0, view.end)
+    yield Text(" · ".join(parts), "dim", no_wrap=True, overflow="ellipsis")
+
+
+def _tail(path: str, width: int) -> str:
+    """The file's name, cut in front where it is too long: names differ at their ends."""
+    name = path.rsplit("/", 1)[-1]
+    cells = sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in name)
+    return name if cells <= width else f"…{name[-(width - 1) :]}"

@@ -1,0 +1,179 @@
+"""What the command line does with the process around it: stdout, stderr, logging and signals.
+
+anyio and structlog are imported inside the functions: `ggufstream.cli` needs `Interrupted` before it knows the verb.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+if TYPE_CHECKING:
+    from anyio.abc import TaskStatus
+    from structlog.typing import EventDict, Processor
+
+    from ggufstream.sinks import RichProgress
+
+__all__ = [
+    "Interrupted",
+    "LogFormat",
+    "configure_logging",
+    "progress_bar",
+    "run_interruptible",
+    "to_json",
+    "write_json",
+]
+
+LogFormat = Literal["auto", "console", "json"]
+
+_T = TypeVar("_T")
+_SHOW_CURSOR = "\x1b[?25h"
+
+
+class Interrupted(BaseException):
+    """SIGINT or SIGTERM arrived; the work was cancelled and has given everything back."""
+
+    def __init__(self, signum: int) -> None:
+        self.exit_code = 128 + signum
+        super().__init__(f"interrupted by {signal.Signals(signum).name}")
+
+
+def run_interruptible(work: Callable[[], Awaitable[_T]]) -> _T:
+    """Run ``work`` on an event loop. The first SIGINT or SIGTERM cancels it and waits; a second ends the process.
+
+    Raises:
+        Interrupted: A signal came. The work has ended.
+    """
+    import anyio
+
+    return anyio.run(_supervise, work, backend="asyncio")
+
+
+async def _supervise(work: Callable[[], Awaitable[_T]]) -> _T:
+    import anyio
+
+    scope = anyio.CancelScope()
+    caught: list[int] = []
+
+    async def watch(*, task_status: TaskStatus[None]) -> None:
+        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            task_status.started()
+            async for signum in signals:
+                if caught:
+                    _end_at_once(signum)
+                caught.append(signum)
+                scope.cancel()
+
+    results: list[_T] = []
+    failure: Exception | None = None
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(watch)
+        try:
+            with scope:
+                results.append(await work())
+        except Exception as error:  # noqa: BLE001 - raised again below, out of reach of the group that would wrap it
+            failure = error
+        tasks.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+    if caught:
+        raise Interrupted(caught[0])
+    return results[0]
+
+
+def _end_at_once(signum: int) -> None:
+    """Leave without waiting for threads, which an exception could not do."""
+    if sys.stderr.isatty():
+        sys.stderr.write(_SHOW_CURSOR)
+    sys.stderr.flush()
+    os._exit(128 + signum)
+
+
+def write_json(value: Any) -> None:
+    """Print one JSON object: in one line, or indented on a terminal."""
+    print(json.dumps(to_json(value), allow_nan=False, indent=2 if sys.stdout.isatty() else None), flush=True)
+
+
+def to_json(value: Any) -> Any:
+    """``value`` with what JSON lacks replaced: bytes that are not UTF-8 are escaped, NaN and infinities are text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "backslashreplace")
+    if isinstance(value, Mapping):
+        return {str(to_json(key)): to_json(inner) for key, inner in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [to_json(inner) for inner in value]
+    return value
+
+
+def progress_bar(log_format: LogFormat) -> RichProgress:
+    """A bar on stderr; one that draws nothing where JSON lines go there."""
+    from ggufstream.sinks import RichProgress
+
+    bar = RichProgress()
+    bar.active = bar.active and log_format != "json"
+    return bar
+
+
+def configure_logging(log_format: LogFormat, verbose: int) -> None:
+    """Send structlog's records to stderr: for people on a terminal, else one JSON object a line.
+
+    On a terminal only warnings, because the bar and the report say the rest; ``verbose`` 1 adds info, 2 debug.
+    """
+    import structlog
+
+    terminal = sys.stderr.isatty()
+    as_json = log_format == "json" or (log_format == "auto" and not terminal)
+    level = logging.WARNING if terminal and not as_json else logging.INFO
+    level = max(logging.DEBUG, level - 10 * verbose)
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso" if as_json else "%H:%M:%S", utc=as_json),
+    ]
+    renderer: list[Processor] = [structlog.processors.JSONRenderer()]
+    if not as_json:
+        # the command prints the error itself, in one line
+        renderer = [_drop_failure, _printable_values, structlog.dev.ConsoleRenderer(colors=_colors())]
+    structlog.configure(
+        processors=[*shared, *renderer],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=lambda *_: _StderrLogger(),
+        cache_logger_on_first_use=True,
+    )
+
+
+def _colors() -> bool:
+    return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _drop_failure(_: object, __: str, record: EventDict) -> EventDict:
+    import structlog
+
+    if record.get("event") == "load_failed":
+        raise structlog.DropEvent
+    return record
+
+
+def _printable_values(_: object, __: str, record: EventDict) -> EventDict:
+    from ggufstream.sinks import printable
+
+    return {key: printable(value) if isinstance(value, str) else value for key, value in record.items()}
+
+
+class _StderrLogger:
+    """Writes to whatever ``sys.stderr`` is at the moment: the live bar replaces it to keep lines above itself."""
+
+    def msg(self, message: str) -> None:
+        with contextlib.suppress(OSError):  # nobody reads stderr any more; that must not end a load
+            print(message, file=sys.stderr, flush=True)
+
+    log = debug = info = warning = error = critical = exception = fatal = failure = err = warn = msg
