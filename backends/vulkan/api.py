@@ -394,7 +394,7 @@ class Vulkan:
         """All of an allocation as bytes, until :meth:`unmap_memory`; the array must not be touched after that."""
         out = self._ffi.new("void**")
         handles = self._cast("VkDevice", device), self._cast("VkDeviceMemory", memory)
-        self._must("vkMapMemory", *handles, 0, self._vk.VK_WHOLE_SIZE, 0, out, needed=nbytes)
+        self._must("vkMapMemory", *handles, 0, nbytes, 0, out, needed=nbytes)
         return np.frombuffer(self._ffi.buffer(out[0], nbytes), np.uint8)
 
     def unmap_memory(self, device: Device, memory: Memory) -> None:

@@ -56,6 +56,8 @@ class VulkanInstance:
     def __init__(self, api: Vulkan, *, validation: bool = False) -> None:
         self.api = api
         self.messages: list[str] = []
+        self.pinned = False
+        """A device of this instance could not be destroyed: neither may the instance be."""
         self.version = min((*unpack_version(api.instance_version())[:2], 0), _NEWEST)
         if self.version < _OLDEST:
             raise BackendUnavailableError(
@@ -96,7 +98,9 @@ class VulkanInstance:
         return [(device, describe(self.api, device, index, newest=self.version)) for index, device in enumerate(found)]
 
     def close(self) -> None:
-        self._close.close()
+        """Destroy the instance, after its devices. A second call does nothing."""
+        if not self.pinned:
+            self._close.close()
 
 
 def list_devices(*, api: Vulkan | None = None) -> tuple[DeviceRecord, ...]:
@@ -268,12 +272,17 @@ class VulkanDevice:
         self._closed = True
         stuck = 0
         for ready, free in self._deferred:
-            if ready():
+            try:
+                idle = ready()
+            except DeviceLostError:
+                idle = True  # the driver says so itself, which ends all work
+            if idle:
                 free()
             else:
                 stuck += 1
         self._deferred.clear()
         if stuck:
+            self.instance.pinned = True
             # Memory under a running copy must not be freed; only the end of the process gives it back.
             warnings.warn(
                 f"vulkan: {stuck} copies hang on the device; their memory is not freed", ResourceWarning, stacklevel=2

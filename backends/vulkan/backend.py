@@ -1,0 +1,225 @@
+"""``vulkan``: GPUs of all vendors, and llvmpipe by name."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ggufstream.backends.base import Backend, Chunk, Copy, Intent, Slice, Staging, Ticket
+from ggufstream.backends.host_memory import Counter
+from ggufstream.backends.vulkan.api import USAGE_READBACK, USAGE_STORAGE, Vulkan
+from ggufstream.backends.vulkan.device import VulkanDevice, VulkanInstance, choose_device, validation_wanted
+from ggufstream.backends.vulkan.errors import BACKEND
+from ggufstream.backends.vulkan.memory import Allocation, HostAllocation, MemoryPlan, plan_memory
+from ggufstream.backends.vulkan.records import DeviceRecord
+from ggufstream.backends.vulkan.transfer import ReadBack, VulkanChunk, VulkanStaging
+from ggufstream.errors import ClosedError, OutOfDeviceMemoryError
+from ggufstream.ggml_types import GGMLType
+from ggufstream.layouts import Bytes, Layout, Planar, Raw
+
+if TYPE_CHECKING:  # imported on first use: shaders are of no use to most commands
+    from ggufstream.backends.vulkan.compute import Compute
+
+__all__ = ["VulkanBackend"]
+
+
+class VulkanBackend(Backend):
+    """A Vulkan device, opened.
+
+    Args:
+        device: Part of the device's name, or its number; ``None`` takes the best GPU, never a software device.
+        direct: ``None`` places tensors straight into device memory where the host reaches all of it; ``True`` demands
+            that; ``False`` forces staging and the transfer queue.
+        validation: Load the validation layer, as ``GGUFSTREAM_VULKAN_VALIDATION=1`` does; its messages are in
+            ``statistics()["validation_messages"]``.
+        api: The Vulkan library; tests give a wrapped one.
+
+    Raises:
+        BackendUnavailableError: No loader, no driver, or no validation layer.
+        NoDeviceError: No device fits.
+        OptionError: ``direct`` is ``True``, and the device cannot.
+    """
+
+    name: ClassVar[str] = BACKEND
+
+    def __init__(
+        self,
+        device: str | int | None = None,
+        *,
+        direct: bool | None = None,
+        validation: bool = False,
+        api: Vulkan | None = None,
+    ) -> None:
+        self._lock = threading.Lock()
+        self._chunks = Counter()
+        self._staging = Counter()
+        self._allocations = 0
+        self._closed = False
+        self._compute: Compute | None = None
+        with ExitStack() as undo:
+            instance = VulkanInstance(api or Vulkan(), validation=validation or validation_wanted())
+            undo.callback(instance.close)
+            devices = instance.devices()
+            record = choose_device([record for _, record in devices], device)
+            self.device = VulkanDevice(instance, devices[record.index][0], record)
+            """The logical device, its queues and their locks: what products are built on."""
+            undo.callback(self.device.close)
+            arena_bits, staging_bits = (self._type_bits(usage) for usage in (USAGE_STORAGE, USAGE_READBACK))
+            self._plan: MemoryPlan = plan_memory(
+                record, direct=direct, arena_bits=arena_bits, staging_bits=staging_bits
+            )
+            self.capabilities = self._plan.capabilities
+            self._read_back = ReadBack(self.device, memory_type=self._plan.staging)
+            undo.callback(self._read_back.close)
+            self._undo = undo.pop_all()
+
+    @property
+    def record(self) -> DeviceRecord:
+        """Limits and features of the physical device."""
+        return self.device.record
+
+    def _type_bits(self, usage: int) -> int:
+        # The same for all buffers of one usage, so that a small one tells before any is needed.
+        api, owner = self.device.api, self.device.handle
+        buffer = api.create_buffer(owner, 1 << 16, usage=usage, families=self.device.families)
+        try:
+            return api.requirements(owner, buffer).type_bits
+        finally:
+            api.destroy_buffer(owner, buffer)
+
+    def resolve(self, ggml_type: GGMLType, shape: tuple[int, ...], intent: Intent) -> Layout | None:
+        if Intent.LINEAR in intent:
+            usable = ggml_type.name in _product_types()
+        else:
+            usable = Intent.BINDABLE in intent  # tables that are only read by row stay on the host
+        if not usable:
+            return None
+        return Planar(alignment=self.capabilities.plane_alignment) if ggml_type.is_quantized else Raw()
+
+    def allocate(self, nbytes: int) -> Chunk:
+        self._check()
+        self._check_budget(nbytes)
+        allocation = Allocation(
+            self.device,
+            nbytes,
+            usage=USAGE_STORAGE,
+            memory_type=self._plan.arena,
+            mapped=self._plan.arena_mapped,
+            counter=self._chunks,
+        )
+        with self._lock:
+            self._allocations += 1
+        return VulkanChunk(allocation)
+
+    def _check_budget(self, nbytes: int) -> None:
+        # Some drivers grant more than there is and lose the device at the next submission: ask before allocating.
+        if nbytes > self.capabilities.max_chunk_bytes:
+            raise OutOfDeviceMemoryError(
+                f"one allocation of {nbytes:,} bytes is above the device's limit of "
+                f"{self.capabilities.max_chunk_bytes:,}",
+                backend=BACKEND,
+                needed=nbytes,
+                available=self.capabilities.max_chunk_bytes,
+                remedy="Use smaller chunks",
+            )
+        heap = self.device.heaps()[self._plan.arena.heap]
+        # Without a budget from the driver all that is known is the size, and what we hold ourselves.
+        available = heap.size - self._chunks.live_bytes if heap.budget is None else heap.available
+        if nbytes > available:
+            raise OutOfDeviceMemoryError(
+                f"{nbytes:,} bytes do not fit the {available:,} bytes that {self.record.name} has left",
+                backend=BACKEND,
+                needed=nbytes,
+                available=available,
+                remedy="Free device memory (other programs count too), or place fewer tensors on the device",
+            )
+
+    def staging(self, nbytes: int) -> Staging:
+        self._check()
+        staging = VulkanStaging(self.device, nbytes, memory_type=self._plan.staging, counter=self._staging)
+        with self._lock:
+            self._allocations += 1
+        return staging
+
+    def upload(self, staging: Staging, copies: Sequence[Copy]) -> Ticket:
+        self._check()
+        assert isinstance(staging, VulkanStaging)
+        return staging.upload(copies)
+
+    def read(self, chunk: Chunk, offset: int, destination: Bytes) -> None:
+        self._check()
+        assert isinstance(chunk, VulkanChunk)
+        if offset < 0 or offset + destination.size > chunk.nbytes:
+            raise ValueError(f"read of {destination.size:,} bytes at {offset:,} from a chunk of {chunk.nbytes:,}")
+        view = chunk.view
+        if view is None or not self._plan.arena.cached:
+            self._read_back.read(chunk, offset, destination)
+            return
+        chunk.allocation.invalidate(offset, destination.size)
+        np.copyto(destination, view[offset : offset + destination.size])
+
+    def host_buffer(self, nbytes: int) -> HostAllocation:
+        """A mapped storage buffer in host memory, for the operands of a product. The caller closes it."""
+        self._check()
+        return HostAllocation(self.device, nbytes, usage=USAGE_STORAGE, memory_type=self._plan.staging)
+
+    def on_close(self, callback: Callable[[], object]) -> None:
+        """Call ``callback`` when the backend closes, before the device goes; the last registered is called first."""
+        self._check()
+        self._undo.callback(callback)
+
+    def linear(self, weight: Sequence[Slice], x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        self._check()
+        return self._products().linear(weight, x)
+
+    def _products(self) -> Compute:
+        from ggufstream.backends.vulkan.compute import Compute
+
+        with self._lock:
+            self._check()
+            if self._compute is None:
+                self._compute = Compute(self.device, self.host_buffer)
+                self._undo.callback(self._compute.close)
+            return self._compute
+
+    def statistics(self) -> dict[str, Any]:
+        return {
+            "live_bytes": self._chunks.live_bytes,
+            "live_chunks": self._chunks.live,
+            "peak_bytes": self._chunks.peak_bytes,
+            "staging_bytes": self._staging.live_bytes,
+            "staging_peak_bytes": self._staging.peak_bytes,
+            "read_back_bytes": self._read_back.nbytes,
+            "allocations": self._allocations,
+            "submits": self.device.submits,
+            "validation_messages": list(self.device.instance.messages),
+        }
+
+    def _check(self) -> None:
+        if self._closed:
+            raise ClosedError("the Vulkan backend is closed")
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._undo.close()
+        left = self._chunks.live + self._staging.live
+        if left and not self.device.instance.pinned:
+            warnings.warn(f"vulkan: {left} chunks or staging buffers were not closed", ResourceWarning, stacklevel=2)
+
+
+@cache
+def _product_types() -> frozenset[str]:
+    # Names of the quant types that there are shaders for.
+    from ggufstream.backends.vulkan import compute
+
+    return frozenset(compute.SUPPORTED)

@@ -1,0 +1,234 @@
+"""Which memory is used for what, decided purely from a device's record; and allocations from it."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import threading
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from ggufstream.backends.base import Capabilities
+from ggufstream.backends.host_memory import Counter
+from ggufstream.backends.vulkan.api import Buffer
+from ggufstream.backends.vulkan.device import VulkanDevice
+from ggufstream.backends.vulkan.errors import BACKEND
+from ggufstream.backends.vulkan.records import DeviceRecord, MemoryHeap, MemoryType
+from ggufstream.errors import ClosedError, OptionError, UnsupportedByDeviceError
+from ggufstream.layouts import Bytes
+
+__all__ = ["Allocation", "HostAllocation", "MemoryPlan", "memory_types", "plan_memory"]
+
+_CHUNK_BYTES: Final = 256 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """The memory types to use. ``arena_mapped`` says whether chunks are mapped, that is, placement is direct."""
+
+    arena: MemoryType
+    arena_mapped: bool
+    staging: MemoryType
+    capabilities: Capabilities
+
+
+def memory_types(record: DeviceRecord, type_bits: int, *, heap: int | None = None) -> list[MemoryType]:
+    """The types that ``type_bits`` allows, on one heap or on any."""
+    return [t for t in record.memory_types if type_bits >> t.index & 1 and heap in {None, t.heap}]
+
+
+def plan_memory(
+    record: DeviceRecord, *, direct: bool | None, arena_bits: int = ~0, staging_bits: int = ~0
+) -> MemoryPlan:
+    """Choose memory types and state the capabilities that follow.
+
+    The arena lies on the largest device-local heap: the first type that fits would be the 256 MiB window of a card
+    without resizable BAR. Direct placement is possible where that heap is host-visible.
+
+    Args:
+        record: The device.
+        direct: ``True`` demands direct placement, ``False`` forbids it, ``None`` takes it where it is possible.
+        arena_bits: Memory types that storage buffers may use.
+        staging_bits: Memory types that transfer buffers may use.
+
+    Raises:
+        UnsupportedByDeviceError: No memory fits.
+        OptionError: ``direct`` is ``True`` and not possible here.
+    """
+    local = [t for t in memory_types(record, arena_bits) if t.device_local] or memory_types(record, arena_bits)
+    visible = [t for t in memory_types(record, staging_bits) if t.host_visible]
+    if not local or not visible:
+        raise UnsupportedByDeviceError(f"{record.name} has no memory type for buffers", backend=BACKEND)
+    largest = max({t.heap for t in local}, key=lambda heap: record.heaps[heap].size)
+    on_largest = [t for t in local if t.heap == largest]
+    mappable = [t for t in on_largest if t.host_visible]
+    if direct and not mappable:
+        raise OptionError(
+            f"vulkan: {record.name} does not let the host reach its memory ({record.heaps[largest].size:,} bytes)",
+            remedy="Leave direct placement to be chosen; 'Resizable BAR' in the firmware may enable it",
+        )
+    if mappable and direct is not False:
+        mapped = True
+        # Cached memory can be read back; uncached memory is write-combined: as fast to fill, slow to read.
+        arena = max(mappable, key=lambda t: (t.coherent, t.cached))
+    else:
+        mapped = False
+        arena = min(on_largest, key=lambda t: t.host_visible)
+    # Packers read staging memory back at page borders, and verification reads all of it: cached memory first. The
+    # device's own memory last: it is scarce where it is not all there is.
+    staging = max(visible, key=lambda t: (t.cached and t.coherent, t.coherent, not t.device_local))
+    return MemoryPlan(
+        arena=arena,
+        arena_mapped=mapped,
+        staging=staging,
+        capabilities=_capabilities(record, arena, record.heaps[largest], mapped=mapped),
+    )
+
+
+def _capabilities(record: DeviceRecord, arena: MemoryType, heap: MemoryHeap, *, mapped: bool) -> Capabilities:
+    limits = record.limits
+    alignment = math.lcm(
+        16, limits.min_storage_buffer_offset_alignment or 1, limits.optimal_buffer_copy_offset_alignment or 1
+    )
+    if not arena.coherent:
+        alignment = math.lcm(alignment, limits.non_coherent_atom_size or 1)
+    bounds = [heap.size, heap.available, limits.max_memory_allocation_size or heap.size]
+    if limits.max_buffer_size is not None:
+        bounds.append(limits.max_buffer_size)
+    max_chunk = max(min(bounds) // alignment * alignment, alignment)
+    # Integrated and software devices have no memory of their own, whatever their heaps are called.
+    memory: Literal["unified", "discrete"] = "unified" if record.kind in {"integrated", "cpu"} else "discrete"
+    return Capabilities(
+        backend=BACKEND,
+        device=record.name,
+        memory=memory,
+        direct=mapped,
+        budget_bytes=heap.available,
+        chunk_bytes=min(_CHUNK_BYTES, max_chunk),
+        max_chunk_bytes=max_chunk,
+        max_slice_bytes=limits.max_storage_buffer_range,
+        slice_alignment=alignment,
+    )
+
+
+class Allocation:
+    """One buffer with memory of its own, mapped on demand. Made whole or not at all; freed exactly once.
+
+    With ``page_aligned``, ``view`` starts at a page of the host, ``offset`` bytes into the buffer. The bytes count in
+    ``counter`` while they are allocated.
+    """
+
+    def __init__(
+        self,
+        device: VulkanDevice,
+        nbytes: int,
+        *,
+        usage: int,
+        memory_type: MemoryType,
+        mapped: bool,
+        page_aligned: bool = False,
+        counter: Counter | None = None,
+    ) -> None:
+        device.check()
+        api, owner = device.api, device.handle
+        self.device = device
+        self.nbytes = nbytes
+        self.memory_type = memory_type
+        self.offset = 0
+        self._atom = device.record.limits.non_coherent_atom_size or 1
+        self._lock = threading.Lock()
+        self._view: Bytes | None = None
+        size = max(nbytes, 1) + (mmap.PAGESIZE if page_aligned else 0)
+        with ExitStack() as undo:
+            self._buffer: Buffer = api.create_buffer(owner, size, usage=usage, families=device.families)
+            undo.callback(api.destroy_buffer, owner, self._buffer)
+            needed = api.requirements(owner, self._buffer)
+            # Whole atoms, so that a flush at the end need not be cut.
+            allocated = needed.nbytes + -needed.nbytes % self._atom
+            self._memory = api.allocate_memory(owner, allocated, memory_type=memory_type.index)
+            undo.callback(api.free_memory, owner, self._memory)
+            api.bind_buffer(owner, self._buffer, self._memory)
+            if mapped:
+                whole = api.map_memory(owner, self._memory, allocated)
+                undo.callback(api.unmap_memory, owner, self._memory)
+                if page_aligned:
+                    self.offset = -int(whole.ctypes.data) % mmap.PAGESIZE
+                self._view = whole[self.offset : self.offset + nbytes]
+            if counter is not None:
+                counter.add(nbytes)
+                undo.callback(counter.remove, nbytes)
+            # Callbacks run last to first: unmap, free the memory, destroy the buffer.
+            self._undo = undo.pop_all()
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def buffer(self) -> Buffer:
+        if self._closed:
+            raise ClosedError("Vulkan memory was used after it was freed")
+        return self._buffer
+
+    @property
+    def view(self) -> Bytes | None:
+        """The memory, where it is mapped. Freed with the allocation: no array made from it may be used after that."""
+        if self._closed:
+            raise ClosedError("Vulkan memory was used after it was freed")
+        return self._view
+
+    def flush(self, offset: int, nbytes: int) -> None:
+        """Make host writes visible to the device."""
+        if not self.memory_type.coherent and nbytes:
+            self.device.api.flush(self.device.handle, self._memory, *self._atoms(offset, nbytes))
+
+    def invalidate(self, offset: int, nbytes: int) -> None:
+        """Make device writes visible to the host."""
+        if not self.memory_type.coherent and nbytes:
+            self.device.api.invalidate(self.device.handle, self._memory, *self._atoms(offset, nbytes))
+
+    def _atoms(self, offset: int, nbytes: int) -> tuple[int, int]:
+        start = (self.offset + offset) // self._atom * self._atom
+        end = self.offset + offset + nbytes
+        return start, end + -end % self._atom - start
+
+    def close(self) -> None:
+        """Free everything. A second call does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._view = None
+        self._undo.close()
+
+
+class HostAllocation(Allocation):
+    """An allocation that is mapped for sure."""
+
+    def __init__(
+        self,
+        device: VulkanDevice,
+        nbytes: int,
+        *,
+        usage: int,
+        memory_type: MemoryType,
+        page_aligned: bool = False,
+        counter: Counter | None = None,
+    ) -> None:
+        super().__init__(
+            device,
+            nbytes,
+            usage=usage,
+            memory_type=memory_type,
+            mapped=True,
+            page_aligned=page_aligned,
+            counter=counter,
+        )
+
+    @property
+    def view(self) -> Bytes:
+        view = super().view
+        assert view is not None
+        return view

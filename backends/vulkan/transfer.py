@@ -1,0 +1,285 @@
+"""Copies: submissions with a fence of their own, uploads from staging memory, and reading back.
+
+What the device may still use is never freed: whoever owns memory waits for the fence first, on error paths, too. A
+copy that does not end within the time limit makes the device count as lost, and its memory stays until the device
+closes (:meth:`VulkanDevice.defer`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from typing import Final
+
+import numpy as np
+
+from ggufstream.backends.base import Chunk, Copy, Staging, Ticket
+from ggufstream.backends.host_memory import Counter
+from ggufstream.backends.vulkan.api import USAGE_READBACK, Buffer, CommandBuffer, Region
+from ggufstream.backends.vulkan.device import DeviceQueue, VulkanDevice
+from ggufstream.backends.vulkan.memory import Allocation, HostAllocation
+from ggufstream.backends.vulkan.records import MemoryType
+from ggufstream.errors import ClosedError, DeviceLostError
+from ggufstream.layouts import Bytes
+
+__all__ = ["ReadBack", "Submission", "VulkanChunk", "VulkanStaging", "VulkanTicket"]
+
+_READ_BACK_BYTES: Final = 16 << 20
+
+
+class Submission:
+    """A command pool, its one command buffer and a fence: runs one batch of commands at a time on one queue.
+
+    Safe from any thread: recording and waiting hold a lock of its own.
+    """
+
+    def __init__(self, device: VulkanDevice, queue: DeviceQueue) -> None:
+        device.check()
+        api, owner = device.api, device.handle
+        self.device = device
+        self.queue = queue
+        self._lock = threading.Lock()
+        self._started = 0
+        self._finished = 0
+        with ExitStack() as undo:
+            self._fence = api.create_fence(owner)
+            undo.callback(api.destroy_fence, owner, self._fence)
+            self._pool = api.create_command_pool(owner, queue.family)
+            undo.callback(api.destroy_command_pool, owner, self._pool)
+            self._commands = api.allocate_command_buffer(owner, self._pool)
+            self._undo = undo.pop_all()
+        self._closed = False
+
+    def run(self, record: Callable[[CommandBuffer], None]) -> int:
+        """Record commands by calling ``record`` and start them; an earlier batch is waited for. Gives its number."""
+        api, owner = self.device.api, self.device.handle
+        with self._lock:
+            self.device.check()
+            if self._closed:
+                raise ClosedError("Vulkan staging memory was used after it was freed")
+            self._wait()
+            api.begin(owner, self._pool, self._commands)
+            record(self._commands)
+            api.end(self._commands)
+            api.reset_fence(owner, self._fence)
+            self.device.submit(self.queue, self._commands, self._fence)
+            self._started += 1
+            return self._started
+
+    def done(self, number: int) -> bool:
+        """Whether batch ``number`` has finished."""
+        # While another thread waits with the lock held, the batch is not known to be done.
+        if number > self._finished and self._lock.acquire(blocking=False):
+            try:
+                if number > self._finished and self.device.fence_done(self._fence):
+                    self._finished = self._started
+                if number > self._finished and self.device.lost:
+                    self.device.check()
+            finally:
+                self._lock.release()
+        return number <= self._finished
+
+    def wait(self, number: int) -> None:
+        """Block until batch ``number`` has finished.
+
+        Raises:
+            DeviceLostError: The device is lost, or does not finish in time.
+        """
+        if number > self._finished:
+            with self._lock:
+                if number > self._finished:
+                    self._wait()
+
+    def _wait(self) -> None:
+        if self._finished < self._started:
+            self.device.wait_fence(self._fence)
+            self._finished = self._started
+
+    def idle(self, number: int | None = None) -> bool:
+        """Whether the device has let go of batch ``number``, or of all, by finishing or by being lost for good."""
+        with self._lock:
+            if (self._started if number is None else number) > self._finished:
+                try:
+                    if not self.device.fence_done(self._fence):
+                        return False
+                except DeviceLostError:
+                    pass  # the driver says so itself, which ends all work
+                self._finished = self._started
+            return True
+
+    def close(self, free: Callable[[], None] = lambda: None) -> None:
+        """Wait for the last batch, then destroy, then call ``free``. A second call does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if not self.device.lost:
+                # Whoever waits for the batch learns of a loss; freeing goes on.
+                with suppress(DeviceLostError):
+                    self._wait()
+
+        def release() -> None:
+            self._undo.close()
+            free()
+
+        if self.idle():
+            release()
+        else:
+            self.device.defer(self.idle, release)
+
+
+class VulkanTicket(Ticket):
+    """One upload: batch ``number`` of a submission."""
+
+    def __init__(self, submission: Submission, number: int) -> None:
+        self._submission = submission
+        self._number = number
+
+    def done(self) -> bool:
+        return self._submission.done(self._number)
+
+    def wait(self) -> None:
+        self._submission.wait(self._number)
+
+    def idle(self) -> bool:
+        """Whether the device has let go of the memory, by finishing or by being lost for good."""
+        return self._submission.idle(self._number)
+
+
+class VulkanChunk(Chunk):
+    """A storage buffer with memory of its own; its handle is the ``VkBuffer``."""
+
+    def __init__(self, allocation: Allocation) -> None:
+        self.nbytes = allocation.nbytes
+        self.allocation = allocation
+        self._last: VulkanTicket | None = None
+
+    @property
+    def handle(self) -> Buffer:
+        return self.allocation.buffer
+
+    @property
+    def view(self) -> Bytes | None:
+        return self.allocation.view
+
+    def flush(self, offset: int, nbytes: int) -> None:
+        self.allocation.flush(offset, nbytes)
+
+    def written_by(self, ticket: VulkanTicket) -> None:
+        """Remember the last upload into this chunk: uploads end in order, so it is the one to wait for."""
+        self._last = ticket
+
+    def _idle(self) -> bool:
+        return self._last is None or self._last.idle()
+
+    def close(self) -> None:
+        if self.allocation.closed:
+            return
+        if self._last is not None and not self.allocation.device.lost:
+            # Whoever waits for the upload learns of a loss; freeing goes on.
+            with suppress(DeviceLostError):
+                self._last.wait()
+        if self._idle():
+            self.allocation.close()
+        else:
+            self.allocation.device.defer(self._idle, self.allocation.close)
+
+
+class VulkanStaging(Staging):
+    """Mapped host memory that starts at a page, with the commands that copy from it."""
+
+    def __init__(self, device: VulkanDevice, nbytes: int, *, memory_type: MemoryType, counter: Counter) -> None:
+        self.nbytes = nbytes
+        with ExitStack() as undo:
+            self.allocation = HostAllocation(
+                device, nbytes, usage=USAGE_READBACK, memory_type=memory_type, page_aligned=True, counter=counter
+            )
+            undo.callback(self.allocation.close)
+            self._submission = Submission(device, device.transfer)
+            undo.pop_all()
+
+    @property
+    def view(self) -> Bytes:
+        return self.allocation.view
+
+    def upload(self, copies: Sequence[Copy]) -> VulkanTicket:
+        """Start copying; regions are grouped by chunk, one copy command each."""
+        source = self.allocation
+        regions: dict[VulkanChunk, list[Region]] = {}
+        for copy in copies:
+            chunk = copy.chunk
+            assert isinstance(chunk, VulkanChunk)
+            # A copy outside of either buffer would corrupt other memory, or hang the device.
+            inside = 0 <= copy.source_offset <= self.nbytes - copy.nbytes and copy.offset >= 0
+            if not inside or copy.nbytes < 0 or copy.offset + copy.nbytes > chunk.nbytes:
+                raise ValueError(f"copy outside of its memory: {copy}, staging of {self.nbytes:,} bytes")
+            if copy.nbytes:
+                source.flush(copy.source_offset, copy.nbytes)
+                region = Region(source.offset + copy.source_offset, copy.offset, copy.nbytes)
+                regions.setdefault(chunk, []).append(region)
+
+        def record(commands: CommandBuffer) -> None:
+            for chunk, group in regions.items():
+                source.device.api.copy(commands, source.buffer, chunk.handle, group)
+            source.device.api.barrier(commands)
+
+        ticket = VulkanTicket(self._submission, self._submission.run(record))
+        for chunk in regions:
+            chunk.written_by(ticket)
+        return ticket
+
+    def close(self) -> None:
+        self._submission.close(self.allocation.close)
+
+
+class ReadBack:
+    """Reads memory that the host cannot reach, in pieces through one buffer that is made on first use."""
+
+    def __init__(self, device: VulkanDevice, *, memory_type: MemoryType) -> None:
+        self._device = device
+        self._memory_type = memory_type
+        self._lock = threading.Lock()
+        self._parts: tuple[HostAllocation, Submission] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory in use."""
+        return 0 if self._parts is None else self._parts[0].nbytes
+
+    def read(self, chunk: VulkanChunk, offset: int, destination: Bytes) -> None:
+        """Copy bytes of ``chunk`` into ``destination``."""
+        with self._lock:
+            allocation, submission = self._parts or self._open()
+            view = allocation.view
+            for start in range(0, destination.size, allocation.nbytes):
+                piece = destination[start : start + allocation.nbytes]
+                region = Region(offset + start, 0, piece.size)
+
+                def record(commands: CommandBuffer, region: Region = region) -> None:
+                    # Whatever wrote the chunk on this queue or another has been waited for; this makes it visible.
+                    self._device.api.barrier(commands)
+                    self._device.api.copy(commands, chunk.handle, allocation.buffer, [region])
+                    self._device.api.barrier(commands, host=True)
+
+                submission.wait(submission.run(record))
+                allocation.invalidate(0, piece.size)
+                np.copyto(piece, view[: piece.size])
+
+    def _open(self) -> tuple[HostAllocation, Submission]:
+        with ExitStack() as undo:
+            allocation = HostAllocation(
+                self._device, _READ_BACK_BYTES, usage=USAGE_READBACK, memory_type=self._memory_type
+            )
+            undo.callback(allocation.close)
+            submission = Submission(self._device, self._device.transfer)
+            undo.pop_all()
+        self._parts = allocation, submission
+        return self._parts
+
+    def close(self) -> None:
+        with self._lock:
+            parts, self._parts = self._parts, None
+        if parts is not None:
+            allocation, submission = parts
+            submission.close(allocation.close)
