@@ -118,4 +118,4 @@ def _reader_is_gone() -> int:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)
-    return 128 + signal.SIGPIPE
+    return 1

@@ -121,6 +121,11 @@ class StructlogSink:
             case LoadCancelled():
                 self._log.warning("load_cancelled", load_id=event.load_id)
 
+    def sink_failed(self, load_id: str, sink: object, error: BaseException) -> None:
+        """Record that another sink raised, and gets no more events of this load."""
+        kind = type(sink).__name__
+        self._log.warning("sink_failed", load_id=load_id, sink=kind, error=str(error), error_type=type(error).__name__)
+
     def _planned(self, event: Planned) -> None:
         fields = _fields(event) | {"fallbacks": len(event.fallbacks), "arenas": dict(event.arenas)}
         self._log.info("planned", **fields)

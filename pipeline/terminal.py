@@ -142,7 +142,7 @@ def configure_logging(log_format: LogFormat, verbose: int) -> None:
     renderer: list[Processor] = [structlog.processors.JSONRenderer()]
     if not as_json:
         # the command prints the error itself, in one line
-        renderer = [_drop_failure, _printable_values, structlog.dev.ConsoleRenderer(colors=_colors())]
+        renderer = [_drop_end, _printable_values, structlog.dev.ConsoleRenderer(colors=_colors())]
     structlog.configure(
         processors=[*shared, *renderer],
         wrapper_class=structlog.make_filtering_bound_logger(level),
@@ -155,10 +155,10 @@ def _colors() -> bool:
     return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def _drop_failure(_: object, __: str, record: EventDict) -> EventDict:
+def _drop_end(_: object, __: str, record: EventDict) -> EventDict:
     import structlog
 
-    if record.get("event") == "load_failed":
+    if record.get("event") in ("load_failed", "load_cancelled"):
         raise structlog.DropEvent
     return record
 

@@ -1,0 +1,101 @@
+# `make demo` and `make test` set up everything that they need: on Debian as root, system packages too.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+MAKEFLAGS += --no-builtin-rules
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+MODELS := .cache/models
+SMOLLM2 := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
+GEMMA := $(MODELS)/gemma-3-270m-q4_k_m.gguf
+BENCHES := $(filter-out __init__,$(patsubst bench/%.py,%,$(wildcard bench/[a-z]*.py)))
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+export PIP_ROOT_USER_ACTION := ignore
+
+# $(call need,PACKAGES,TEST): where TEST fails, install Debian packages as root, else say what to install.
+define need
+if ! { $(2); } >/dev/null 2>&1; then \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "installing $(1)"; \
+		apt-get -qq update; \
+		DEBIAN_FRONTEND=noninteractive apt-get -qq -y --no-install-recommends install $(1) >/dev/null; \
+	else \
+		echo "error: please install $(1), for example: sudo apt-get install $(1)" >&2; exit 1; \
+	fi; \
+fi
+endef
+
+.PHONY: help demo test lint format bench shaders models system clean always
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+demo: $(VENV)/.installed $(SMOLLM2) ## set everything up and load a real model (98 MB)
+	@$(BIN)/ggufstream load --log-format console $(SMOLLM2)
+
+test: system $(VENV)/.dev $(SMOLLM2) $(GEMMA) lint ## set everything up, then lint, type-check and test
+	@$(BIN)/pytest
+
+lint: $(VENV)/.dev ## ruff, mypy and the import rule
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy --strict -p ggufstream
+	@$(BIN)/lint-imports --no-cache
+
+format: $(VENV)/.dev ## let ruff format and fix what it can
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.dev $(SMOLLM2) $(GEMMA) ## run every benchmark of bench/
+	@for name in $(BENCHES); do echo "== $$name"; $(BIN)/python -m "bench.$$name"; done
+
+shaders: ## compile the compute shaders (needs glslc)
+	@$(call need,glslc,command -v glslc)
+	@$(PYTHON) backends/vulkan/shaders/build.py
+
+models: $(SMOLLM2) $(GEMMA) ## fetch both models (345 MB)
+
+clean: ## remove what make has made, the models excepted
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
+
+# Vulkan on the processor (Mesa's llvmpipe), the loader, the validation layer, and the shader compiler.
+system:
+	@$(call need,libvulkan1 mesa-vulkan-drivers vulkan-validationlayers vulkan-tools glslc, \
+		command -v glslc && command -v vulkaninfo \
+		&& ls /usr/share/vulkan/icd.d/lvp_icd*.json \
+		&& ls /usr/share/vulkan/explicit_layer.d/VkLayer_khronos_validation.json)
+
+$(BIN)/python:
+	@$(call need,python3-venv,$(PYTHON) -c 'import ensurepip; import venv')
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "error: $(PYTHON) is older than 3.11; give another with PYTHON=" >&2; exit 1; }
+	@echo "creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install --upgrade 'pip>=25.1'
+
+# The list of modules: an editable install in strict mode links each file, so a new one needs a new install.
+$(VENV)/.modules: always $(BIN)/python
+	@{ find pipeline backends -name '*.py' -o -path '*/shaders/*'; } | sort | cmp -s - $@ \
+		|| { find pipeline backends -name '*.py' -o -path '*/shaders/*'; } | sort >$@
+
+$(VENV)/.installed: pyproject.toml $(VENV)/.modules
+	@echo "installing ggufstream"
+	@rm -rf build
+	@$(PIP) install --editable '.[all]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.installed
+	@$(PIP) install --group dev
+	@touch $@
+
+# Order-only: a new Python environment is no reason to fetch a model again.
+$(SMOLLM2): | $(BIN)/python
+	@$(BIN)/python examples/fetch_model.py smollm2 --into $(MODELS)
+
+$(GEMMA): | $(BIN)/python
+	@$(BIN)/python examples/fetch_model.py gemma3 --into $(MODELS)
