@@ -152,9 +152,7 @@ async def read_index(path: str | os.PathLike[str], *, on_open: Callable[[str, in
     if len(paths) > 1:
         await anyio.to_thread.run_sync(_require_all, given, paths)
     parts = [opened if p == given else await _settle(_read_shard(p, on_open)) for p in paths]
-    if len(parts) > 1:
-        _check_set(parts)
-    return _merge(given, parts)
+    return await anyio.to_thread.run_sync(_merge, given, parts)
 
 
 def _checked_path(path: str | os.PathLike[str]) -> str:
@@ -376,17 +374,20 @@ def _brief(value: object) -> str:
 
 def _merge(given: str, parts: Sequence[tuple[Shard, Header]]) -> FileIndex:
     first = parts[0][1]
-    metadata: dict[str, object] = {}
-    tensors: list[TensorInfo] = []
-    for number, (_, header) in enumerate(parts):
-        metadata = metadata | {key: value for key, value in header.metadata.items() if key not in metadata}
-        tensors += (replace(t, shard=number) for t in header.tensors) if number else header.tensors
+    metadata = first.metadata
+    tensors = first.tensors
+    if len(parts) > 1:
+        _check_set(parts)
+        metadata = dict(metadata)
+        for number, (_, header) in enumerate(parts[1:], 1):
+            metadata |= {key: value for key, value in header.metadata.items() if key not in metadata}
+            tensors += tuple(replace(t, shard=number) for t in header.tensors)
     return FileIndex(
         path=given,
         version=first.version,
         alignment=first.alignment,
         shards=tuple(shard for shard, _ in parts),
         metadata=MappingProxyType(metadata),
-        tensors=tuple(tensors),
+        tensors=tensors,
         warnings=tuple(text for _, header in parts for text in header.warnings),
     )

@@ -51,7 +51,7 @@ MAX_HEADER_BYTES = 1 << 28
 _TENSOR_MIN, _KEY_VALUE_MIN, _STRING_MIN = 24, 13, 8  # the least bytes that a record can take
 _PREAMBLE = struct.Struct("<4sIQQ")  # magic, version, tensors, key-value pairs
 _U32 = struct.Struct("<I")
-_TICK = 256  # records between two moments at which other threads may run
+_RECORD_WORK = 16  # a key, a tensor or an inner array takes as long as so many strings in an array
 
 _T = TypeVar("_T")
 Steps: TypeAlias = Generator[int, bytes, _T]
@@ -89,7 +89,7 @@ def parse_header(path: str, file_size: int) -> Steps[Header]:
 class _Parser:
     """The bytes seen so far and the place in them. ``where`` names the record at work, for messages."""
 
-    __slots__ = ("data", "path", "pos", "size", "where")
+    __slots__ = ("data", "path", "pos", "size", "where", "work")
 
     def __init__(self, path: str, size: int) -> None:
         self.path = path
@@ -97,6 +97,7 @@ class _Parser:
         self.data = bytearray()
         self.pos = 0
         self.where = "header"
+        self.work = 0  # strings and other small steps since the last pause
 
     def run(self) -> Steps[Header]:
         version, n_tensors, n_pairs = yield from self._preamble()
@@ -202,7 +203,7 @@ class _Parser:
                 raise self._malformed(
                     f"general.alignment has type {TYPE_NAMES[type_id]}, it must be an integer (uint32)", offset=start
                 )
-            if index % _TICK == 0:
+            if self._tired(_RECORD_WORK):
                 yield 0
         return metadata
 
@@ -254,20 +255,32 @@ class _Parser:
             pos = self.pos
             marks.append(pos)
             last = len(data) - 8
-            for _ in repeat(None, min(MARK_STRIDE, count - first)):
+            n = min(MARK_STRIDE, count - first)
+            for _ in repeat(None, n):
                 if pos > last:
+                    if pos > self.size:
+                        raise self._short("strings in array", pos - self.pos)
                     self.pos = pos
                     yield from self._need(8, "string length in array")
                     last = len(data) - 8
                 pos += 8 + unpack_from(data, pos)[0]
-            yield from self._need(pos - self.pos, "string in array")
+            yield from self._need(pos - self.pos, "strings in array")
             self.pos = pos
-            yield 0
+            if self._tired(n):
+                yield 0
         return marks
+
+    def _tired(self, work: int) -> bool:
+        """Whether it is time for a pause, after ``work`` more strings."""
+        self.work += work
+        if self.work < MARK_STRIDE:
+            return False
+        self.work = 0
+        return True
 
     def _skip_nested(self, count: int) -> Steps[None]:
         """Step over arrays of arrays, with a list in place of recursion."""
-        todo, steps = [count], 0
+        todo = [count]
         while todo:
             if todo[-1] == 0:
                 todo.pop()
@@ -280,8 +293,7 @@ class _Parser:
                 raise self._malformed(f"{self.where}: arrays nested deeper than {MAX_ARRAY_DEPTH}", offset=self.pos)
             else:
                 todo.append(inner)
-            steps += 1
-            if steps % _TICK == 0:
+            if self._tired(_RECORD_WORK):
                 yield 0
 
     def _alignment(self, metadata: Mapping[str, object]) -> int:
@@ -310,7 +322,7 @@ class _Parser:
             offset = yield from self._u64("offset")
             type_ = self._tensor_type(name, type_id)
             records.append((name, type_, dims, offset, self._nbytes(name, type_, dims)))
-            if index % _TICK == 0:
+            if self._tired(_RECORD_WORK):
                 yield 0
         return records
 

@@ -215,6 +215,7 @@ def huge_fields(value: int) -> dict[str, bytes]:
         "byte array": gb.build(pairs=[gb.pair("k", gb.ARRAY, gb.array(gb.U8, value))]),
         "string array": gb.build(pairs=[gb.pair("k", gb.ARRAY, gb.array(gb.STRING, value, gb.text("x")))]),
         "string in array": gb.build(pairs=[gb.pair("k", gb.ARRAY, gb.array(gb.STRING, 1, gb.text("x", value)))]),
+        "strings in array": gb.build(pairs=[gb.pair("k", gb.ARRAY, gb.array(gb.STRING, 3, gb.text("x", value) * 3))]),
         "array of arrays": gb.build(pairs=[gb.pair("k", gb.ARRAY, gb.array(gb.ARRAY, value))]),
         "inner array": gb.build(pairs=[gb.pair("k", gb.ARRAY, gb.array(gb.ARRAY, 1, gb.array(gb.I16, value)))]),
         "name length": gb.build([gb.f32("w")])[:24] + gb.text("w" * 40, value),
@@ -231,6 +232,7 @@ def huge_fields(value: int) -> dict[str, bytes]:
 def test_huge_fields(field: str, value: int) -> None:
     error = fails(huge_fields(value)[field], FileError)
     assert isinstance(error, TruncatedFileError | MalformedFileError)
+    assert "-" not in str(error).replace("key-value", "")  # no negative size
 
 
 def test_truncated_at_every_byte() -> None:
