@@ -20,7 +20,7 @@ from ggufstream.backends.vulkan.errors import BACKEND
 from ggufstream.backends.vulkan.memory import Allocation, HostAllocation, MemoryPlan, plan_memory
 from ggufstream.backends.vulkan.records import DeviceRecord
 from ggufstream.backends.vulkan.transfer import ReadBack, VulkanChunk, VulkanStaging
-from ggufstream.errors import ClosedError, OutOfDeviceMemoryError
+from ggufstream.errors import ClosedError, OutOfDeviceMemoryError, OutOfHostMemoryError
 from ggufstream.ggml_types import GGMLType
 from ggufstream.layouts import Bytes, Layout, Planar, Raw
 
@@ -143,6 +143,14 @@ class VulkanBackend(Backend):
 
     def staging(self, nbytes: int) -> Staging:
         self._check()
+        if nbytes > self._plan.max_staging_bytes:
+            raise OutOfHostMemoryError(
+                f"{nbytes:,} bytes of staging memory are above the limit of {self._plan.max_staging_bytes:,}",
+                backend=BACKEND,
+                needed=nbytes,
+                available=self._plan.max_staging_bytes,
+                remedy="Lower the staging budget",
+            )
         staging = VulkanStaging(self.device, nbytes, memory_type=self._plan.staging, counter=self._staging)
         with self._lock:
             self._allocations += 1

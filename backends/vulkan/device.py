@@ -124,7 +124,7 @@ def choose_device(records: Sequence[DeviceRecord], wanted: str | int | None) -> 
     Raises:
         NoDeviceError: None fits; the message lists those there are.
     """
-    usable = [r for r in records if r.api_version >= _OLDEST and r.compute_family is not None]
+    usable = [record for record in records if record.usable]
     if wanted is None:
         fitting = [record for record in usable if record.kind != "cpu"]
     elif isinstance(wanted, int) or (wanted.isdigit() and int(wanted) < len(records)):

@@ -30,6 +30,7 @@ class MemoryPlan:
     arena: MemoryType
     arena_mapped: bool
     staging: MemoryType
+    max_staging_bytes: int
     capabilities: Capabilities
 
 
@@ -82,8 +83,16 @@ def plan_memory(
         arena=arena,
         arena_mapped=mapped,
         staging=staging,
+        # The page that alignment may cost is taken off.
+        max_staging_bytes=_largest(record, record.heaps[staging.heap].size) - mmap.PAGESIZE,
         capabilities=_capabilities(record, arena, record.heaps[largest], mapped=mapped),
     )
+
+
+def _largest(record: DeviceRecord, available: int) -> int:
+    # The largest buffer with memory of its own. Some devices state limits above what they have.
+    limits = record.limits
+    return min(available, limits.max_memory_allocation_size or available, limits.max_buffer_size or available)
 
 
 def _capabilities(record: DeviceRecord, arena: MemoryType, heap: MemoryHeap, *, mapped: bool) -> Capabilities:
@@ -93,10 +102,7 @@ def _capabilities(record: DeviceRecord, arena: MemoryType, heap: MemoryHeap, *, 
     )
     if not arena.coherent:
         alignment = math.lcm(alignment, limits.non_coherent_atom_size or 1)
-    bounds = [heap.size, heap.available, limits.max_memory_allocation_size or heap.size]
-    if limits.max_buffer_size is not None:
-        bounds.append(limits.max_buffer_size)
-    max_chunk = max(min(bounds) // alignment * alignment, alignment)
+    max_chunk = max(_largest(record, heap.available) // alignment * alignment, alignment)
     # Integrated and software devices have no memory of their own, whatever their heaps are called.
     memory: Literal["unified", "discrete"] = "unified" if record.kind in {"integrated", "cpu"} else "discrete"
     return Capabilities(

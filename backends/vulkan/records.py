@@ -5,8 +5,8 @@ Sizes in bytes. ``None`` means that the device does not say.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeAlias
 
 __all__ = ["DeviceKind", "DeviceRecord", "Features", "Limits", "MemoryHeap", "MemoryType", "QueueFamily"]
 
@@ -123,6 +123,19 @@ class DeviceRecord:
             if family.transfer and not family.compute and not family.graphics:
                 return family.index
         return self.compute_family
+
+    @property
+    def usable(self) -> bool:
+        """Whether this device can be opened at all."""
+        return self.api_version >= (1, 1, 0) and self.compute_family is not None
+
+    def to_dict(self) -> dict[str, Any]:
+        """This record as plain data, for ``ggufstream devices --json``."""
+        facts = asdict(self)
+        facts["api_version"] = ".".join(map(str, self.api_version))
+        facts["extensions"] = sorted(self.extensions)
+        facts["lacks"] = list(self.lacks)
+        return facts
 
     @property
     def lacks(self) -> tuple[str, ...]:

@@ -205,7 +205,7 @@ class VulkanStaging(Staging):
 
     def upload(self, copies: Sequence[Copy]) -> VulkanTicket:
         """Start copying; regions are grouped by chunk, one copy command each."""
-        source = self.allocation
+        source, buffer = self.allocation, self.allocation.buffer
         regions: dict[VulkanChunk, list[Region]] = {}
         for copy in copies:
             chunk = copy.chunk
@@ -221,7 +221,7 @@ class VulkanStaging(Staging):
 
         def record(commands: CommandBuffer) -> None:
             for chunk, group in regions.items():
-                source.device.api.copy(commands, source.buffer, chunk.handle, group)
+                source.device.api.copy(commands, buffer, chunk.handle, group)
             source.device.api.barrier(commands)
 
         ticket = VulkanTicket(self._submission, self._submission.run(record))
