@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import anyio.to_thread
 import numpy as np
@@ -13,7 +13,13 @@ import numpy.typing as npt
 
 from ggufstream.backends.arena import Arena
 from ggufstream.backends.base import Backend, Slice
-from ggufstream.errors import ClosedError, OptionError, TruncatedFileError, UnreadableFileError, UnsupportedByDeviceError
+from ggufstream.errors import (
+    ClosedError,
+    OptionError,
+    TruncatedFileError,
+    UnreadableFileError,
+    UnsupportedByDeviceError,
+)
 from ggufstream.ggml_types import GGMLType
 from ggufstream.gguf_file import FileIndex
 from ggufstream.layouts import Bytes, Layout
@@ -35,6 +41,8 @@ _NUMPY_TYPES: Mapping[str, str] = {
 """Types that numpy has as well; all others are shown as bytes."""
 
 _WINDOW_BYTES = 8 << 20
+
+_T = TypeVar("_T")
 
 
 class Weight:
@@ -88,7 +96,7 @@ class Weight:
         Raises:
             ClosedError: The model is closed.
         """
-        self._model.check_open()
+        self._model._check_open()
         return self._slices
 
     async def read(self) -> bytes:
@@ -114,13 +122,13 @@ class Weight:
 
         Where the layout keeps several blocks together (``Layout.granule``), ask for whole granules.
         """
-        return await self._model.run(lambda: self._read_blocks(first, count))
+        return await self._model._run(lambda: self._read_blocks(first, count))
 
     def _read_blocks(self, first: int, count: int) -> Bytes:
         size = self.type.block_bytes
         result = np.empty(count * size, np.uint8)
         if self.placement is Placement.ROWS:
-            self._model.read_file(self._entry, first * size, result)
+            self._model._read_file(self._entry, first * size, result)
             return result
         for part, place in zip(self._entry.slices, self._slices, strict=True):
             begin, end = max(first, part.first_block), min(first + count, part.first_block + part.extent.blocks)
@@ -129,7 +137,7 @@ class Weight:
                 runs = []
                 for run in self.layout.runs(part.extent, begin - part.first_block, end - begin):
                     packed = np.empty(run.nbytes, np.uint8)
-                    self._model.read_slice(place, run.offset, packed)
+                    self._model._read_slice(self.placement, place, run.offset, packed)
                     runs.append(packed)
                 self.layout.unpack(part.extent, runs, window)
         return result
@@ -145,7 +153,7 @@ class Weight:
         """
         if self.nbytes == 0:
             return np.empty(self.shape, np.uint8)
-        memory = self._model.host_memory(self)
+        memory = self._model._host_memory(self)
         if self.layout.name == "f32":
             return memory.view("<f4").reshape(self.shape)
         if self.layout.name == "raw" and self.type.name in _NUMPY_TYPES:
@@ -154,7 +162,7 @@ class Weight:
 
     def memoryview(self) -> memoryview:
         """The memory itself, read-only; raises as ``array``."""
-        return memoryview(self.array())
+        return self.array().data
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
@@ -260,12 +268,12 @@ class Model(Mapping[str, Weight]):
                 remedy="See the reason in the plan",
             )
         slices, rows = weight.slices, batch.reshape(-1, n_in)
-        result = await self.run(lambda: self.backend.linear(slices, rows))
+        result = await self._run(lambda: self.backend.linear(slices, rows))
         return result.reshape(*batch.shape[:-1], -1)
 
-    async def run[T](self, work: Callable[[], T]) -> T:
+    async def _run(self, work: Callable[[], _T]) -> _T:
         """Run ``work`` in a worker thread; ``aclose`` waits for it."""
-        self.check_open()
+        self._check_open()
         self._running += 1
         try:
             return await anyio.to_thread.run_sync(work)
@@ -275,20 +283,20 @@ class Model(Mapping[str, Weight]):
                 self._idle.set()
                 self._idle = anyio.Event()
 
-    def check_open(self) -> None:
+    def _check_open(self) -> None:
         """Raise ``ClosedError`` if the model is closed."""
         if self._close is None:
             raise ClosedError(f"the model of {self.index.path} is closed", remedy="Load it again")
 
-    def read_slice(self, place: Slice, offset: int, destination: Bytes) -> None:
+    def _read_slice(self, placement: Placement, place: Slice, offset: int, destination: Bytes) -> None:
         """Copy from a slice into host memory. Blocks."""
-        view = place.chunk.view
-        if self.plan.capabilities.memory == "host" and view is not None:
-            np.copyto(destination, view[place.offset + offset : place.offset + offset + destination.size])
+        if placement is Placement.HOST:
+            assert place.chunk.view is not None
+            np.copyto(destination, place.chunk.view[place.offset + offset : place.offset + offset + destination.size])
         else:
             self.backend.read(place.chunk, place.offset + offset, destination)
 
-    def read_file(self, entry: PlanEntry, offset: int, destination: Bytes) -> None:
+    def _read_file(self, entry: PlanEntry, offset: int, destination: Bytes) -> None:
         """Read bytes of a tensor that stays in the file. Blocks."""
         tensor = entry.tensor
         path = self.index.shards[tensor.shard].path
@@ -296,7 +304,7 @@ class Model(Mapping[str, Weight]):
         while position < destination.size:
             at = tensor.offset + offset + position
             try:
-                count = os.preadv(self._descriptors[tensor.shard], [destination[position:]], at)
+                count = os.preadv(self._descriptors[tensor.shard], [destination[position:].data], at)
             except OSError as error:
                 raise UnreadableFileError(
                     f"read error at byte {at:,}, in {tensor.name} ({error.strerror})",
@@ -316,7 +324,7 @@ class Model(Mapping[str, Weight]):
                 )
             position += count
 
-    def host_memory(self, weight: Weight) -> Bytes:
+    def _host_memory(self, weight: Weight) -> Bytes:
         """The bytes of a weight that lies in one slice of host memory, read-only.
 
         Raises:

@@ -71,7 +71,9 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE | re.ASCII)
     if match is None:
         raise OptionError(f"{text!r} is not a size in bytes", remedy="Write it like 268435456, 256M or 1.5GiB")
-    return int(float(match[1]) * _UNITS[match[2].lower()]) if "." in match[1] else int(match[1]) * _UNITS[match[2].lower()]
+    return (
+        int(float(match[1]) * _UNITS[match[2].lower()]) if "." in match[1] else int(match[1]) * _UNITS[match[2].lower()]
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

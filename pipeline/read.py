@@ -111,7 +111,7 @@ class Source(ABC):
         """Scratch memory, page-aligned, that ``fetch`` needs for a range of ``nbytes``."""
 
     @abstractmethod
-    def fetch(self, part: Range, scratch: Bytes) -> Bytes:
+    def fetch(self, part: Range, scratch: Bytes | None) -> Bytes:
         """The bytes of a range: a view of ``scratch``, or of the mapping. Valid until the scratch memory is reused.
 
         Raises:
@@ -186,7 +186,8 @@ class PreadSource(Source):
     def scratch_bytes(self, nbytes: int) -> int:
         return nbytes
 
-    def fetch(self, part: Range, scratch: Bytes) -> Bytes:
+    def fetch(self, part: Range, scratch: Bytes | None) -> Bytes:
+        assert scratch is not None
         target = scratch[: part.nbytes]
         self._read(part, [target])
         return target
@@ -215,7 +216,7 @@ class PreadSource(Source):
         offset, end = part.offset, part.offset + part.nbytes
         while offset < end:
             try:
-                count = os.preadv(self.descriptor, buffers, offset)
+                count = os.preadv(self.descriptor, [buffer.data for buffer in buffers], offset)
             except OSError as error:
                 raise self._failed(part, offset, error) from None
             if count == 0:
@@ -236,7 +237,8 @@ class DirectSource(PreadSource):
     def scratch_bytes(self, nbytes: int) -> int:
         return nbytes + 2 * _DIRECT_ALIGNMENT
 
-    def fetch(self, part: Range, scratch: Bytes) -> Bytes:
+    def fetch(self, part: Range, scratch: Bytes | None) -> Bytes:
+        assert scratch is not None
         if self.mode == "pread":
             return super().fetch(part, scratch)
         first, last = page_span(part.offset, part.nbytes)
@@ -248,7 +250,7 @@ class DirectSource(PreadSource):
             # A short read may end anywhere; the next one starts at the page that it ended in.
             position -= position % _DIRECT_ALIGNMENT
             try:
-                count = os.preadv(self.descriptor, [scratch[position - start : stop - start]], position)
+                count = os.preadv(self.descriptor, [scratch[position - start : stop - start].data], position)
             except OSError as error:
                 if error.errno == errno.EINVAL:
                     self._fall_back()
@@ -294,7 +296,7 @@ class MappedSource(Source):
     def scratch_bytes(self, nbytes: int) -> int:
         return 0
 
-    def fetch(self, part: Range, scratch: Bytes) -> Bytes:
+    def fetch(self, part: Range, scratch: Bytes | None) -> Bytes:
         view = self._view[part.offset : part.offset + part.nbytes]
         try:
             advise(view, MADV_POPULATE_READ)

@@ -55,6 +55,8 @@ class Layout(ABC):
     """One way for blocks to lie in memory. Stateless: equal layouts give equal bytes."""
 
     name: ClassVar[str]
+    verbatim: ClassVar[bool] = False
+    """Packed bytes are the file's bytes, in one run: they can be read straight into place."""
 
     @abstractmethod
     def accepts(self, ggml_type: GGMLType) -> bool:

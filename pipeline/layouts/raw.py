@@ -17,6 +17,7 @@ class Raw(Layout):
     """Blocks in file order, unchanged."""
 
     name: ClassVar[str] = "raw"
+    verbatim: ClassVar[bool] = True
 
     def accepts(self, ggml_type: GGMLType) -> bool:
         return True

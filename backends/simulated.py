@@ -1,0 +1,227 @@
+"""``simulated``: a device made of capabilities, for planning and for tests without hardware.
+
+Its memory is a file in memory (``memfd``): bytes really go there and come back, but they are not part of this
+process's resident memory, as on a card of its own. Uploads happen when their ticket is asked for, not before, so code
+that reuses staging memory too early reads wrong bytes here.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ggufstream.backends.base import Backend, Capabilities, Chunk, Copy, Intent, Slice, Staging, Ticket
+from ggufstream.backends.host_memory import Counter, HostChunk, HostStaging
+from ggufstream.backends.products import linear_by_decoding, multiply_with_blas
+from ggufstream.errors import DeviceLostError, OptionError, OutOfDeviceMemoryError, UnsupportedByDeviceError
+from ggufstream.ggml_types import GGMLType
+from ggufstream.layouts import Bytes, Layout, Planar, Raw
+
+__all__ = ["PROFILES", "SimulatedBackend"]
+
+PROFILES: Mapping[str, Capabilities] = MappingProxyType(
+    {
+        "discrete-24g": Capabilities(
+            backend="simulated:discrete-24g",
+            device="simulated discrete GPU, 24 GiB",
+            memory="discrete",
+            direct=False,
+            budget_bytes=24 << 30,
+            chunk_bytes=256 << 20,
+            max_chunk_bytes=4 << 30,
+            max_slice_bytes=(4 << 30) - 1,
+            slice_alignment=64,
+        ),
+        "igpu-unified": Capabilities(
+            backend="simulated:igpu-unified",
+            device="simulated integrated GPU, shared memory",
+            memory="unified",
+            direct=True,
+            budget_bytes=8 << 30,
+            chunk_bytes=256 << 20,
+            max_chunk_bytes=2 << 30,
+            max_slice_bytes=128 << 20,
+            slice_alignment=64,
+        ),
+        "tiny": Capabilities(
+            backend="simulated:tiny",
+            device="simulated device, 64 MiB in chunks of 4 KiB",
+            memory="discrete",
+            direct=False,
+            budget_bytes=64 << 20,
+            chunk_bytes=4 << 10,
+            max_chunk_bytes=64 << 20,
+            max_slice_bytes=None,
+            slice_alignment=256,
+        ),
+    }
+)
+"""Devices by name. Limits as in the Vulkan reports of such devices: 4 GiB allocations and 64-byte storage offsets on
+desktop cards, 128 MiB storage ranges on the smallest integrated ones."""
+
+
+class _DeviceChunk(Chunk):
+    """Memory that the host cannot see."""
+
+    def __init__(self, nbytes: int, counter: Counter) -> None:
+        self.nbytes = nbytes
+        self._descriptor = os.memfd_create("ggufstream-simulated", os.MFD_CLOEXEC)
+        os.ftruncate(self._descriptor, nbytes)
+        self._counter = counter
+        counter.add(nbytes)
+
+    @property
+    def handle(self) -> int:
+        return self._descriptor
+
+    @property
+    def view(self) -> Bytes | None:
+        return None
+
+    def write(self, offset: int, source: Bytes) -> None:
+        while source.size:
+            count = os.pwrite(self._descriptor, source.data, offset)
+            offset, source = offset + count, source[count:]
+
+    def read(self, offset: int, destination: Bytes) -> None:
+        while destination.size:
+            count = os.preadv(self._descriptor, [destination.data], offset)
+            offset, destination = offset + count, destination[count:]
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+            self._counter.remove(self.nbytes)
+
+
+class _DeferredTicket(Ticket):
+    """Copies when asked, after all tickets before it."""
+
+    def __init__(self, backend: SimulatedBackend, staging: Staging, copies: Sequence[Copy]) -> None:
+        self._backend = backend
+        self.staging = staging
+        self.copies = copies
+        self.finished = False
+
+    def done(self) -> bool:
+        self.wait()
+        return True
+
+    def wait(self) -> None:
+        self._backend.run_until(self)
+
+
+class SimulatedBackend(Backend):
+    """A device with the capabilities of a profile.
+
+    Args:
+        profile: A name of :data:`PROFILES`.
+        direct: Fill mapped chunks in place, or stage; ``None`` as the profile has it. Only shared memory can be mapped.
+
+    Raises:
+        OptionError: No such profile.
+        UnsupportedByDeviceError: The profile's memory cannot be mapped.
+    """
+
+    name: ClassVar[str] = "simulated"
+
+    def __init__(self, profile: str = "discrete-24g", *, direct: bool | None = None) -> None:
+        if profile not in PROFILES:
+            raise OptionError(
+                f"there is no simulated device {profile!r}", remedy=f"Choose one of {', '.join(PROFILES)}"
+            )
+        capabilities = PROFILES[profile]
+        if direct and capabilities.memory == "discrete":
+            raise UnsupportedByDeviceError(
+                "its memory cannot be mapped", backend=capabilities.backend, remedy="Use upload=staged"
+            )
+        self.capabilities = capabilities if direct is None else replace(capabilities, direct=direct)
+        self._chunks = Counter()
+        self._staging = Counter()
+        self._lock = threading.Lock()
+        self._queue: list[_DeferredTicket] = []
+        self._lost = False
+
+    def resolve(self, ggml_type: GGMLType, shape: tuple[int, ...], intent: Intent) -> Layout | None:
+        if intent == Intent.LOOKUP:
+            return None
+        if ggml_type.is_quantized:
+            return Planar(alignment=self.capabilities.plane_alignment)
+        if Intent.LINEAR in intent and ggml_type.name not in {"F32", "F16", "BF16"}:
+            return None
+        return Raw()
+
+    def allocate(self, nbytes: int) -> Chunk:
+        budget = self.capabilities.budget_bytes
+        free = None if budget is None else budget - self._chunks.live_bytes
+        if nbytes > self.capabilities.max_chunk_bytes or (free is not None and nbytes > free):
+            raise OutOfDeviceMemoryError(
+                f"cannot allocate {nbytes:,} bytes", backend=self.capabilities.backend, needed=nbytes, available=free
+            )
+        if self.capabilities.memory == "discrete":
+            return _DeviceChunk(nbytes, self._chunks)
+        return HostChunk(nbytes, owner=self.name, counter=self._chunks)
+
+    def staging(self, nbytes: int) -> Staging:
+        return HostStaging(nbytes, owner=self.name, counter=self._staging)
+
+    def upload(self, staging: Staging, copies: Sequence[Copy]) -> Ticket:
+        ticket = _DeferredTicket(self, staging, tuple(copies))
+        with self._lock:
+            self._queue.append(ticket)
+        return ticket
+
+    def run_until(self, ticket: _DeferredTicket) -> None:
+        """Carry out uploads, in order, up to and including this one."""
+        with self._lock:
+            while not ticket.finished:
+                if self._lost:
+                    raise DeviceLostError("the device was lost", backend=self.capabilities.backend)
+                head = self._queue.pop(0)
+                for copy in head.copies:
+                    _write(copy.chunk, copy.offset, head.staging.view[copy.source_offset :][: copy.nbytes])
+                head.finished = True
+
+    def lose(self) -> None:
+        """From now on the device answers nothing any more."""
+        self._lost = True
+
+    def read(self, chunk: Chunk, offset: int, destination: Bytes) -> None:
+        if self._lost:
+            raise DeviceLostError("the device was lost", backend=self.capabilities.backend)
+        if isinstance(chunk, _DeviceChunk):
+            chunk.read(offset, destination)
+        else:
+            assert chunk.view is not None
+            np.copyto(destination, chunk.view[offset : offset + destination.size])
+
+    def linear(self, weight: Sequence[Slice], x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        return linear_by_decoding(self.read, weight, x, multiply_with_blas)
+
+    def statistics(self) -> dict[str, Any]:
+        return {
+            "live_bytes": self._chunks.live_bytes,
+            "live_chunks": self._chunks.live,
+            "peak_bytes": self._chunks.peak_bytes,
+            "staging_bytes": self._staging.live_bytes,
+            "uploads_in_flight": len(self._queue),
+        }
+
+    def close(self) -> None:
+        return
+
+
+def _write(chunk: Chunk, offset: int, source: Bytes) -> None:
+    if isinstance(chunk, _DeviceChunk):
+        chunk.write(offset, source)
+    else:
+        assert chunk.view is not None
+        np.copyto(chunk.view[offset : offset + source.size], source)

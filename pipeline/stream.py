@@ -1,0 +1,291 @@
+"""The pipeline: feed → read and repack → upload → release, as tasks over bounded streams in one task group.
+
+::
+
+    feed ──ranges──► workers ──packed──► settle ──done──► release
+     budget, arenas   read + repack,      wait for the     drop pages,
+                      submit (1 hop)      device's tickets return the budget
+
+The event loop only passes ranges on. Everything that blocks runs in worker threads, one hop a range for reading,
+packing and submitting. What a thread takes (staging memory, tickets) it records before it returns: a cancelled task
+never sees the result of its hop, and nothing may be lost with it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import anyio
+import anyio.to_thread
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from ggufstream.backends.arena import Arena
+from ggufstream.backends.base import Backend
+from ggufstream.backends.host_memory import anonymous_memory
+from ggufstream.budget import ByteBudget
+from ggufstream.errors import OutOfHostMemoryError
+from ggufstream.events import ArenaGrown, Event, Progress, TensorReady
+from ggufstream.layouts import Bytes
+from ggufstream.pages import PAGE, rss_bytes
+from ggufstream.plan import DEVICE, LoadPlan
+from ggufstream.probe import LoopProbe
+from ggufstream.ranges import Range
+from ggufstream.read import Source
+from ggufstream.release import Releaser
+from ggufstream.repack import destinations, flush, pack, staged_bytes, staged_copies
+from ggufstream.upload import InFlight, StagingPool, Uploads
+
+__all__ = ["Stream", "default_workers"]
+
+_T = TypeVar("_T")
+
+FIRST_LAYER = 0
+"""A forward pass can begin when the tensors before the first block, and of it, are ready."""
+
+
+def default_workers() -> int:
+    """Worker threads where the caller does not say: one a processor, four at least to keep a disk busy."""
+    return max(4, min(16, len(os.sched_getaffinity(0))))
+
+
+class _Worker:
+    """Scratch memory of one worker, allocated when it is first needed."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._scratch: Bytes | None = None
+
+    @property
+    def scratch(self) -> Bytes:
+        if self._scratch is None:
+            self._scratch = anonymous_memory(self._nbytes, owner="staging")
+        return self._scratch
+
+
+class Stream:
+    """Executes the ranges of a plan. ``run`` returns when every byte is on the device and its pages are released."""
+
+    def __init__(
+        self,
+        *,
+        load_id: str,
+        plan: LoadPlan,
+        backend: Backend,
+        sources: Sequence[Source],
+        arenas: Mapping[str, Arena],
+        releaser: Releaser,
+        budget: ByteBudget,
+        workers: int | None,
+        emit: Callable[[Event], None],
+    ) -> None:
+        self.workers = workers or default_workers()
+        self.probe = LoopProbe()
+        self.rss_peak = 0
+        self.first_layer_at: float | None = None
+        """On ``time.perf_counter``."""
+        self._load_id = load_id
+        self._plan = plan
+        self._backend = backend
+        self._sources = sources
+        self._arenas = arenas
+        self._releaser = releaser
+        self._budget = budget
+        self._emit = emit
+        self._alignment = plan.capabilities.plane_alignment
+        largest = max((part.nbytes for part in plan.ranges), default=0)
+        self._scratch_bytes = max((source.scratch_bytes(largest) for source in sources), default=0)
+        packed = (staged_bytes(part, self._alignment) for part in plan.ranges if self._is_staged(part))
+        self._pool = StagingPool(backend.staging, max(packed, default=0))
+        self._uploads = Uploads(self._pool)
+        self._charged: dict[int, int] = {}
+        self._threads = anyio.CapacityLimiter(self.workers + 3)  # feed, settle and release have one each
+        self._bytes_done = 0
+        self._bytes_total = plan.stream_bytes
+        self._left = {i: entry.tensor.nbytes for i, entry in enumerate(plan.entries) if entry.slices}
+        self._tensors_total = len(self._left)
+        self._first_layer = {i for i in self._left if plan.entries[i].layer <= FIRST_LAYER}
+        self._started = 0.0
+
+    async def run(self) -> None:
+        """Stream everything. Once; cancelling waits for threads and tickets in flight.
+
+        Raises:
+            GGUFStreamError: The first error of any stage; the other stages have stopped.
+        """
+        self._started = time.perf_counter()
+        try:
+            async with anyio.create_task_group() as tasks:
+                send_range, ranges = anyio.create_memory_object_stream[Range](0)
+                send_packed, packed = anyio.create_memory_object_stream[Range](self.workers)
+                send_done, done = anyio.create_memory_object_stream[Range](self.workers)
+                tasks.start_soon(self._feed, send_range)
+                for _ in range(self.workers):
+                    tasks.start_soon(self._work, ranges.clone(), send_packed.clone())
+                ranges.close()
+                send_packed.close()
+                tasks.start_soon(self._settle, packed, send_done)
+                tasks.start_soon(self.probe.run)
+                await self._release(done)
+                tasks.cancel_scope.cancel()  # only the probe is left
+        except BaseExceptionGroup as group:
+            raise _first(group) from None
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(self._uploads.drain)
+            for nbytes in self._charged.values():
+                self._budget.release(nbytes)
+            self._charged.clear()
+
+    async def _hop(self, work: Callable[[], _T]) -> _T:
+        """Run ``work`` in a thread. Cancelling waits for its end."""
+        return await anyio.to_thread.run_sync(work, limiter=self._threads)
+
+    def _is_staged(self, part: Range) -> bool:
+        return part.arena == DEVICE and not self._plan.capabilities.direct
+
+    def _host_bytes(self, part: Range) -> int:
+        """Host memory that a range takes while it is in flight: scratch or mapped pages, and staging."""
+        source = self._scratch_bytes or part.nbytes + 2 * PAGE
+        return source + (self._pool.nbytes if self._is_staged(part) else 0)
+
+    async def _feed(self, ranges: MemoryObjectSendStream[Range]) -> None:
+        """Send ranges out in order, each when the budget has room for it and its slices have memory."""
+        async with ranges:
+            for part in self._plan.ranges:
+                nbytes = self._host_bytes(part)
+                await self._budget.acquire(nbytes)
+                self._charged[part.index] = nbytes
+                arena = self._arenas[part.arena]
+                last = max(self._plan.entries[piece.entry].slices[piece.part].index for piece in part.pieces)
+                if arena.needs_growth(last):
+                    await self._grow(arena, last)
+                await ranges.send(part)
+
+    async def _grow(self, arena: Arena, index: int) -> None:
+        known = len(arena.chunks)
+        await self._hop(lambda: arena.grow_to(index))
+        for chunk in arena.chunks[known:]:
+            self._emit(
+                ArenaGrown(
+                    load_id=self._load_id,
+                    arena=arena.name,
+                    chunk_bytes=chunk.nbytes,
+                    allocated_bytes=arena.allocated_bytes,
+                    planned_bytes=arena.planned_bytes,
+                )
+            )
+
+    async def _work(self, ranges: MemoryObjectReceiveStream[Range], packed: MemoryObjectSendStream[Range]) -> None:
+        worker = _Worker(self._scratch_bytes)
+        async with ranges, packed:
+            async for part in ranges:
+                await self._hop(lambda part=part: self._process(part, worker))  # type: ignore[misc]
+                await packed.send(part)
+
+    def _process(self, part: Range, worker: _Worker) -> None:
+        """Read and pack one range, and submit its upload where it is staged. Runs in a thread."""
+        try:
+            arena = self._arenas[part.arena]
+            if not self._is_staged(part):
+                self._fill(part, worker, destinations(part, self._plan, arena))
+                flush(part, self._plan, arena)
+                return
+            staging = self._pool.take()
+            try:
+                runs, copies = staged_copies(part, self._plan, arena, staging, self._alignment)
+                self._fill(part, worker, runs)
+                ticket = self._backend.upload(staging, copies)
+            except BaseException:
+                self._pool.give(staging)
+                raise
+            self._uploads.add(InFlight(part=part, staging=staging, ticket=ticket))
+        except MemoryError as error:
+            if isinstance(error, OutOfHostMemoryError):
+                raise
+            raise OutOfHostMemoryError(
+                "no host memory to pack a range",
+                backend=self._plan.capabilities.backend,
+                needed=part.nbytes,
+                remedy="Lower the staging budget or the number of workers",
+            ) from None
+
+    def _fill(self, part: Range, worker: _Worker, runs: list[list[Bytes]]) -> None:
+        source = self._sources[part.shard]
+        verbatim = all(self._plan.entries[piece.entry].layout.verbatim for piece in part.pieces)
+        if verbatim and source.fetch_into(part, [piece_runs[0] for piece_runs in runs]):
+            return
+        scratch = worker.scratch if self._scratch_bytes else None
+        pack(part, self._plan, source.fetch(part, scratch), runs)
+
+    async def _settle(self, packed: MemoryObjectReceiveStream[Range], done: MemoryObjectSendStream[Range]) -> None:
+        """Wait for the device, in order of upload; tell what is ready."""
+        async with packed, done:
+            async for part in packed:
+                if self._is_staged(part):
+                    await self._hop(lambda part=part: self._uploads.settle(part))  # type: ignore[misc]
+                self._progress(part)
+                await done.send(part)
+
+    def _progress(self, part: Range) -> None:
+        now = time.perf_counter()
+        ready = []
+        for piece in part.pieces:
+            self._bytes_done += piece.nbytes
+            self._left[piece.entry] -= piece.nbytes
+            if self._left[piece.entry] == 0:
+                del self._left[piece.entry]
+                ready.append(piece.entry)
+        if self._first_layer and not self._first_layer.intersection(self._left):
+            self._first_layer.clear()
+            self.first_layer_at = now
+        for entry in ready:
+            self._emit(TensorReady(load_id=self._load_id, tensor=self._plan.entries[entry].tensor.name))
+        self._emit(
+            Progress(
+                load_id=self._load_id,
+                bytes_done=self._bytes_done,
+                bytes_total=self._bytes_total,
+                tensors_done=self._tensors_total - len(self._left),
+                tensors_total=self._tensors_total,
+                seconds=now - self._started,
+            )
+        )
+
+    async def _release(self, done: MemoryObjectReceiveStream[Range]) -> None:
+        """Drop pages, as many ranges a hop as are done, and give their budget back."""
+        async with done:
+            async for part in done:
+                batch = [part]
+                while done.statistics().current_buffer_used:
+                    batch.append(done.receive_nowait())
+                await self._hop(lambda batch=batch: self._drop(batch))  # type: ignore[misc]
+                for finished in batch:
+                    self._budget.release(self._charged.pop(finished.index))
+        await self._hop(self._finish)
+
+    def _drop(self, batch: Sequence[Range]) -> None:
+        self.rss_peak = max(self.rss_peak, rss_bytes())
+        for part in batch:
+            self._releaser.release(part)
+
+    def _finish(self) -> None:
+        self._releaser.finish()
+        for source in self._sources:
+            source.check_unchanged()
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error that stopped the load: the first leaf that is not a cancellation."""
+    leaves: list[BaseException] = []
+    pending: list[BaseException] = [group]
+    while pending:
+        error = pending.pop(0)
+        if isinstance(error, BaseExceptionGroup):
+            pending.extend(error.exceptions)
+        else:
+            leaves.append(error)
+    cancelled = anyio.get_cancelled_exc_class()
+    return next((leaf for leaf in leaves if not isinstance(leaf, cancelled)), leaves[0])

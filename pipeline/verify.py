@@ -1,0 +1,234 @@
+"""Is the model that was loaded the model in the file? Every byte is compared, and every product.
+
+Weights are read back from where they lie, their layout is undone, and the bytes are compared with the file's. Then
+each weight that can be multiplied is multiplied with two fixed vectors, and the result is compared with the reference
+product of the bytes in the file: that finds what comparing bytes cannot, a device that reads them wrongly.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import anyio.to_thread
+import numpy as np
+import numpy.typing as npt
+
+from ggufstream.backends.base import Chunk, Slice
+from ggufstream.backends.decode import DECODABLE
+from ggufstream.backends.products import linear_by_decoding, multiply_in_order
+from ggufstream.errors import FileChangedError, TruncatedFileError, UnreadableFileError
+from ggufstream.gguf_file import FileIdentity, Shard
+from ggufstream.gguf_layout import TensorInfo
+from ggufstream.layouts import Bytes, Extent, Raw
+from ggufstream.model import Model, Weight
+from ggufstream.options import Intent, Placement
+
+__all__ = ["Difference", "VerifyReport", "verify"]
+
+_WINDOW_BYTES = 8 << 20
+_VECTORS = 2
+
+TOLERANCE = 2e-5
+"""Largest difference of a product, relative to the largest value: reference and device may each be 1e-5 off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A tensor that is not what the file has."""
+
+    tensor: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """What was compared, and what differs."""
+
+    tensors: int
+    bytes: int
+    """File bytes that were compared."""
+    products: int
+    """Weights whose product was compared."""
+    largest_product_error: float
+    """Relative to the largest value of the product."""
+    differing: tuple[Difference, ...]
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        plain: dict[str, Any] = asdict(self)
+        return plain
+
+
+async def verify(model: Model, *, on_tensor: Callable[[str], None] | None = None) -> VerifyReport:
+    """Compare a loaded model with its file.
+
+    Args:
+        model: Any model, on any backend.
+        on_tensor: Called with each tensor's name when it has been compared.
+
+    Raises:
+        FileError: The file changed since it was loaded, or cannot be read.
+        DeviceError: The device cannot give its bytes back.
+    """
+    started = time.perf_counter()
+    files = await anyio.to_thread.run_sync(lambda: _Files(model.index.shards))
+    try:
+        differing: list[Difference] = []
+        products, worst = 0, 0.0
+        for weight in model.values():
+            tensor = model.index.tensor(weight.name)
+            what = await _compare_bytes(weight, tensor, files)
+            if what is None and _can_multiply(weight):
+                products += 1
+                error = await _product_error(model, weight, tensor, files)
+                worst = max(worst, error)
+                if not error <= TOLERANCE:
+                    what = f"its product is off by {error:.2g} of the largest value, {TOLERANCE:.0e} is allowed"
+            if what is not None:
+                differing.append(Difference(tensor=weight.name, what=what))
+            if on_tensor is not None:
+                on_tensor(weight.name)
+    finally:
+        files.close()
+    return VerifyReport(
+        tensors=len(model),
+        bytes=sum(weight.nbytes for weight in model.values()),
+        products=products,
+        largest_product_error=worst,
+        differing=tuple(differing),
+        seconds=round(time.perf_counter() - started, 6),
+    )
+
+
+async def _compare_bytes(weight: Weight, tensor: TensorInfo, files: _Files) -> str | None:
+    """Where the loaded bytes first differ from the file's, or ``None``."""
+    size = tensor.type.block_bytes
+    blocks = tensor.nbytes // size
+    row_blocks = max(tensor.row_blocks, 1)
+    step = max(1, _WINDOW_BYTES // (row_blocks * size)) * row_blocks
+    for first in range(0, blocks, step):
+        count = min(step, blocks - first)
+        loaded = await weight.read_blocks(first, count)
+        where = await anyio.to_thread.run_sync(files.compare, tensor, first * size, loaded)
+        if where is not None:
+            return f"byte {where:,} of {tensor.nbytes:,} differs from the file"
+    return None
+
+
+def _can_multiply(weight: Weight) -> bool:
+    return (
+        Intent.LINEAR in weight.intent
+        and weight.placement is Placement.ARENA
+        and weight.nbytes > 0
+        and weight.type.name in DECODABLE
+    )
+
+
+async def _product_error(model: Model, weight: Weight, tensor: TensorInfo, files: _Files) -> float:
+    """Largest difference from the reference product, relative to the largest value of that."""
+    x = np.random.default_rng(0).standard_normal((_VECTORS, tensor.row_elements), np.float32)
+    product = await model.linear(weight.name, x)
+    reference = await anyio.to_thread.run_sync(lambda: files.reference(tensor, x))
+    return _relative_error(product, reference)
+
+
+def _relative_error(product: npt.NDArray[np.float32], reference: npt.NDArray[np.float32]) -> float:
+    # Blocks of random bytes decode to infinities and NaN; those must be at the same places.
+    finite = np.isfinite(reference)
+    if not np.array_equal(finite, np.isfinite(product)):
+        return float("inf")
+    if not finite.any():
+        return 0.0
+    scale = float(np.abs(reference[finite]).max())
+    difference = float(np.abs(product[finite].astype(np.float64) - reference[finite]).max())
+    return difference / scale if scale else (0.0 if difference == 0 else float("inf"))
+
+
+class _FileChunk(Chunk):
+    """A shard in the place of device memory, for the reference product."""
+
+    def __init__(self, shard: int, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.shard = shard
+
+    @property
+    def handle(self) -> int:
+        return self.shard
+
+    @property
+    def view(self) -> Bytes | None:
+        return None
+
+    def close(self) -> None:
+        return
+
+
+class _Files:
+    """The shards, opened anew: what is compared comes by a way of its own. Methods block."""
+
+    def __init__(self, shards: tuple[Shard, ...]) -> None:
+        self._shards = shards
+        self._descriptors: list[int] = []
+        path = ""
+        try:
+            for shard in shards:
+                path = shard.path
+                self._descriptors.append(os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+                if FileIdentity.of(os.fstat(self._descriptors[-1])) != shard.identity:
+                    raise FileChangedError(
+                        "changed after it was loaded", file=path, remedy="Load it again to verify it"
+                    )
+        except OSError as error:
+            self.close()
+            if isinstance(error, FileChangedError):
+                raise
+            raise UnreadableFileError(f"cannot be opened ({error.strerror})", file=path, errno=error.errno) from None
+
+    def read(self, shard: int, offset: int, destination: Bytes) -> None:
+        while destination.size:
+            try:
+                count = os.preadv(self._descriptors[shard], [destination.data], offset)
+            except OSError as error:
+                raise UnreadableFileError(
+                    f"read error at byte {offset:,} ({error.strerror})",
+                    file=self._shards[shard].path,
+                    offset=offset,
+                    errno=error.errno,
+                ) from None
+            if count == 0:
+                raise TruncatedFileError(
+                    f"ends at byte {offset:,}: it was truncated", file=self._shards[shard].path, offset=offset
+                )
+            offset, destination = offset + count, destination[count:]
+
+    def compare(self, tensor: TensorInfo, offset: int, loaded: Bytes) -> int | None:
+        """The first byte of the tensor that differs, from ``offset`` on."""
+        expected = np.empty_like(loaded)
+        self.read(tensor.shard, tensor.offset + offset, expected)
+        if np.array_equal(expected, loaded):
+            return None
+        return offset + int(np.flatnonzero(expected != loaded)[0])
+
+    def reference(self, tensor: TensorInfo, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """The product as ``cpu_scalar`` computes it, from the bytes in the file."""
+        whole = Slice(
+            chunk=_FileChunk(tensor.shard, self._shards[tensor.shard].size),
+            offset=tensor.offset,
+            nbytes=tensor.nbytes,
+            extent=Extent(type=tensor.type, rows=tensor.rows, row_blocks=tensor.row_blocks),
+            layout=Raw(),
+        )
+        return linear_by_decoding(
+            lambda chunk, offset, destination: self.read(tensor.shard, offset, destination),
+            [whole],
+            x,
+            multiply_in_order,
+        )
+
+    def close(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.pop())
