@@ -63,7 +63,7 @@ def linear_by_decoding(read: Read, weight: Sequence[Slice], x: _Floats, multiply
         UnsupportedByDeviceError: The type has no decoder.
     """
     rows, n_in = check_operand(weight, x)
-    y = np.empty((x.shape[0], rows), np.float32)
+    y = np.zeros((x.shape[0], rows), np.float32)
     done = 0
     for blocks, part in _pieces(read, weight):
         decoded = decode(part.extent.type, blocks).reshape(-1, n_in)

@@ -53,7 +53,8 @@ def placed(
 ) -> list[Slice]:
     """Put rows of blocks on ``backend`` in one chunk that ``stack`` closes, in slices cut at the rows ``cuts``.
 
-    ``lead`` bytes come before the first slice, rounded up to the backend's alignment.
+    ``lead`` bytes come before the first slice, rounded up to the backend's alignment. The chunk ends there, as an
+    arena's does.
     """
     row_bytes = row_blocks * ggml_type.block_bytes
     rows = blocks.size // row_bytes
@@ -65,7 +66,7 @@ def placed(
     for extent in extents:
         offsets.append(end + -end % alignment)
         end = offsets[-1] + layout.nbytes(extent)
-    chunk = backend.allocate(max(end, 1))
+    chunk = backend.allocate(end + -end % alignment or alignment)
     stack.callback(chunk.close)
     slices = []
     for extent, offset in zip(extents, offsets, strict=True):

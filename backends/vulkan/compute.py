@@ -1,0 +1,234 @@
+"""Matrix products on the compute queue, straight from the planes of a weight.
+
+One shader a type (``shaders/*.comp``, compiled beside its source) decodes blocks on the fly; ``x`` and ``y`` are in
+host-visible buffers that are kept between calls. Products of one backend run one at a time: they share the buffers, the
+command pool and the descriptor set, and the device has one compute queue anyway.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from importlib import resources
+from typing import TYPE_CHECKING, Final
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from ggufstream.backends.base import Slice
+from ggufstream.backends.products import check_operand
+from ggufstream.backends.vulkan.api import Buffer, CommandBuffer, Pipeline
+from ggufstream.backends.vulkan.device import VulkanDevice
+from ggufstream.backends.vulkan.errors import BACKEND
+from ggufstream.backends.vulkan.memory import Allocation
+from ggufstream.backends.vulkan.transfer import Submission
+from ggufstream.errors import UnsupportedByDeviceError
+from ggufstream.layouts import F32, Planar
+
+if TYPE_CHECKING:
+    from ggufstream.backends.vulkan.backend import VulkanBackend
+
+__all__ = ["SUPPORTED", "Compute", "linear"]
+
+# fmt: off
+SUPPORTED: Final = frozenset({
+    "F32", "F16", "BF16", "Q1_0", "Q2_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
+    "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4",
+})
+# fmt: on
+"""Names of the types that have a shader."""
+
+_ROWS: Final = 4
+"""Rows that one workgroup makes; ``ROWS`` in ``linear.glsl``."""
+_BATCH: Final = 4
+"""Vectors that one decoding serves where there are several."""
+_PADDING: Final = 8
+"""``x`` is padded to a multiple of this many elements: the longest piece of an unquantized row."""
+_MAX_PLANES: Final = 5
+_PUSH: Final = struct.Struct(f"<6I{_MAX_PLANES}I")
+"""``Sizes`` in ``linear.glsl``."""
+
+_OPERAND_BYTES: Final = 16 << 20
+"""``x`` and ``y`` of one submission take about this much each, unless a single vector needs more."""
+_MULTIPLICATIONS: Final = 1 << 32
+"""Of one submission, unless a single batch needs more: well under a second on a GPU, a few on a software device, so
+that no watchdog takes it for a hang."""
+
+_LOCK: Final = threading.Lock()
+_COMPUTE: Final[WeakKeyDictionary[VulkanBackend, Compute]] = WeakKeyDictionary()
+
+
+def linear(backend: VulkanBackend, weight: Sequence[Slice], x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """:meth:`Compute.linear` on what ``backend`` keeps for it; made on first use, freed when the backend closes."""
+    with _LOCK:
+        compute = _COMPUTE.get(backend)
+        if compute is None:
+            compute = _COMPUTE[backend] = Compute(backend.device, backend.host_buffer)
+            backend.on_close(compute.close)
+    return compute.linear(weight, x)
+
+
+class Compute:
+    """Products on one device. Safe from any thread.
+
+    Args:
+        device: Where the weights lie.
+        host_buffer: Makes a mapped storage buffer of so many bytes.
+    """
+
+    def __init__(self, device: VulkanDevice, host_buffer: Callable[[int], Allocation]) -> None:
+        self._device = device
+        self._host_buffer = host_buffer
+        self._lock = threading.Lock()
+        self._pipelines: dict[tuple[str, int], Pipeline] = {}
+        self._x: Allocation | None = None
+        self._y: Allocation | None = None
+        api, handle = device.api, device.handle
+        with ExitStack() as undo:
+            set_layout = api.create_descriptor_set_layout(handle, 3)
+            undo.callback(api.destroy_descriptor_set_layout, handle, set_layout)
+            self._layout = api.create_pipeline_layout(handle, set_layout, _PUSH.size)
+            undo.callback(api.destroy_pipeline_layout, handle, self._layout)
+            pool = api.create_descriptor_pool(handle, sets=1, buffers=3)
+            undo.callback(api.destroy_descriptor_pool, handle, pool)
+            self._set = api.allocate_descriptor_set(handle, pool, set_layout)
+            self._submission = Submission(device, device.compute)
+            self._undo = undo.pop_all()
+
+    def linear(self, weight: Sequence[Slice], x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """``x @ W.T`` in float32: shapes ``(n, n_in)`` and ``(n, rows)``. Blocks until it is there.
+
+        Host memory used besides the result: two buffers of about 16 MiB, or what a single vector needs.
+
+        Raises:
+            OptionError: ``x`` does not fit the weight.
+            UnsupportedByDeviceError: There is no shader for the type or the layout, or a vector is too long.
+            DeviceLostError: The device gave up, or did not finish in time.
+        """
+        rows, n_in = check_operand(weight, x)
+        for part in weight:
+            _shader(part)  # complain before anything is allocated
+        y = np.zeros((len(x), rows), np.float32)
+        if y.size == 0 or n_in == 0:
+            return y
+        stride = n_in + -n_in % _PADDING
+        largest = max(part.extent.rows for part in weight)
+        most = min(_OPERAND_BYTES // (4 * max(stride, rows)), _MULTIPLICATIONS // (n_in * largest))
+        most = max(_BATCH, most - most % _BATCH)
+        most = min(most, len(x), _BATCH * self._device.record.limits.max_compute_work_group_count[2])
+        with self._lock:
+            self._device.check()
+            self._x = self._reserve(self._x, 4 * most * stride)
+            self._y = self._reserve(self._y, 4 * most * rows)
+            for first in range(0, len(x), most):
+                vectors = x[first : first + most]
+                n = len(vectors)
+                padded = _floats(self._x, n, stride)
+                padded[:, :n_in] = vectors
+                padded[:, n_in:] = 0
+                self._x.flush(0, 4 * n * stride)
+                done = 0
+                for part in weight:
+                    if part.extent.rows:
+                        sizes = part.extent.rows, part.extent.row_blocks, n, stride // 4, rows, done
+                        self._multiply(part, self._x, self._y, n, sizes)
+                    done += part.extent.rows
+                self._y.invalidate(0, 4 * n * rows)
+                y[first : first + n] = _floats(self._y, n, rows)
+        return y
+
+    def _reserve(self, buffer: Allocation | None, nbytes: int) -> Allocation:
+        limit = self._device.record.limits.max_storage_buffer_range
+        if nbytes > limit:
+            raise UnsupportedByDeviceError(
+                f"an operand of a product takes {nbytes:,} bytes, but one binding reaches {limit:,}",
+                backend=BACKEND,
+                remedy="Place this tensor on the host",
+            )
+        if buffer is not None and buffer.nbytes >= nbytes:
+            return buffer
+        larger = self._host_buffer(nbytes)
+        if buffer is not None:
+            buffer.close()
+        return larger
+
+    def _multiply(self, part: Slice, x: Allocation, y: Allocation, vectors: int, sizes: tuple[int, ...]) -> None:
+        api = self._device.api
+        shader, planes = _shader(part)
+        batch = 1 if vectors == 1 else _BATCH
+        pipeline = self._pipeline(shader, batch)
+        groups = -(-part.extent.rows // _ROWS)
+        wide = min(groups, self._device.record.limits.max_compute_work_group_count[0])
+        # Shaders read whole words, of which the last may hold a byte or two. Arenas pad slices, so it is in the chunk.
+        nbytes = part.nbytes + -part.nbytes % 4
+        assert part.offset + nbytes <= part.chunk.nbytes, "chunks end at a whole word"
+        bindings = [(Buffer(part.chunk.handle), part.offset, nbytes), (x.buffer, 0, x.nbytes), (y.buffer, 0, y.nbytes)]
+        constants = _PUSH.pack(*sizes, *planes, *[0] * (_MAX_PLANES - len(planes)))
+
+        def record(commands: CommandBuffer) -> None:
+            # The batch before has ended, so the set is free. What uploads wrote was waited for; this makes it visible.
+            api.write_descriptors(self._device.handle, self._set, bindings)
+            api.barrier(commands)
+            api.bind(commands, pipeline, self._layout, self._set)
+            api.push_constants(commands, self._layout, constants)
+            api.dispatch(commands, wide, -(-groups // wide), -(-vectors // batch))
+            api.barrier(commands, host=True)
+
+        self._submission.wait(self._submission.run(record))
+
+    def _pipeline(self, shader: str, batch: int) -> Pipeline:
+        key = shader, batch
+        if key not in self._pipelines:
+            code = resources.files("ggufstream.backends.vulkan").joinpath("shaders", f"{shader}.spv").read_bytes()
+            api, handle = self._device.api, self._device.handle
+            module = api.create_shader_module(handle, code)
+            try:
+                self._pipelines[key] = api.create_compute_pipeline(handle, module, self._layout, constants=[batch])
+            finally:
+                api.destroy_shader_module(handle, module)
+        return self._pipelines[key]
+
+    def close(self) -> None:
+        """Free everything, before the device is closed; what a lost device may still use, when that closes."""
+        with self._lock:
+            self._submission.close(self._free)
+
+    def _free(self) -> None:
+        for buffer in (self._x, self._y):
+            if buffer is not None:
+                buffer.close()
+        for pipeline in self._pipelines.values():
+            self._device.api.destroy_pipeline(self._device.handle, pipeline)
+        self._pipelines.clear()
+        self._undo.close()
+
+
+def _floats(buffer: Allocation, n: int, length: int) -> npt.NDArray[np.float32]:
+    """The start of a mapped buffer as ``n`` vectors."""
+    view = buffer.view
+    assert view is not None
+    return view[: 4 * n * length].view(np.float32).reshape(n, length)
+
+
+def _shader(part: Slice) -> tuple[str, tuple[int, ...]]:
+    """The shader for a slice, and where the planes start in words.
+
+    Raises:
+        UnsupportedByDeviceError: There is none.
+    """
+    name = part.extent.type.name
+    if name in SUPPORTED:
+        if isinstance(part.layout, F32):
+            return "f32", (0,)
+        if isinstance(part.layout, Planar):
+            return name.lower(), tuple(plane.offset // 4 for plane in part.layout.planes(part.extent))
+        if not part.extent.type.is_quantized:  # one field: raw is planar
+            return name.lower(), (0,)
+    raise UnsupportedByDeviceError(
+        f"there is no shader for type {name} in layout {part.layout.name}",
+        backend=BACKEND,
+        remedy="Place this tensor on the host",
+    )

@@ -1,0 +1,22 @@
+#version 450
+#extension GL_GOOGLE_include_directive : require
+
+// BF16: the upper halves of float32 elements, one plane.
+
+#define ELEMENTS 8
+#define PARTS 1
+#define VECTORS 2
+#define ROW_BLOCKS ((row_blocks + ELEMENTS - 1) / ELEMENTS)
+#include "linear.glsl"
+
+void decode(uint row, uint column, uint part, out vec4 w[VECTORS]) {
+    for (uint i = 0; i < ELEMENTS; ++i) {
+        // Rows may end anywhere. x is padded with zeros, but what follows the row may be NaN, so it is never used.
+        const uint k = column * ELEMENTS + i;
+        w[i / 4][i % 4] = k < row_blocks ? uintBitsToFloat(half_bits_at(0, row * row_blocks + k) << 16) : 0.0;
+    }
+}
+
+uint place(uint part, uint i) {
+    return i;
+}

@@ -1,0 +1,27 @@
+# ruff: noqa: INP001 - package data with a script, not a package
+"""Compile every shader here to SPIR-V beside its source: ``python build.py`` (needs ``glslc``, from shaderc).
+
+The compiled files are committed, so that neither users nor packagers need a compiler.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+
+
+def compile_shader(source: Path, target: Path) -> None:
+    """Compile one ``.comp`` file. Optimized, and without debug names, so that equal sources give equal bytes."""
+    command = ["glslc", "-O", "--target-env=vulkan1.1", source.name, "-o", str(target)]
+    subprocess.run(command, cwd=source.parent, check=True)  # noqa: S603 - our own files
+
+
+def main() -> None:
+    for source in sorted(FOLDER.glob("*.comp")):
+        compile_shader(source, source.with_suffix(".spv"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+#version 450
+#extension GL_GOOGLE_include_directive : require
+
+// IQ4_NL: planes d (float16), qs (32 nibbles). d * level of q.
+
+#define ELEMENTS 32
+#define PARTS 2
+#define VECTORS 4
+#include "linear.glsl"
+#include "levels.glsl"
+
+void decode(uint row, uint column, uint part, out vec4 w[VECTORS]) {
+    const uint block = row * row_blocks + column;
+    const float d = half_at(0, block);
+    for (uint i = 0; i < 2; ++i) {
+        const uint j = part * 2 + i;
+        const uint qs = word_at(1, block * 4 + j);
+        w[i] = d * iq4_levels(qs);
+        w[i + 2] = d * iq4_levels(qs >> 4);
+    }
+}
+
+// Low nibbles are elements 0 to 15, high nibbles 16 to 31.
+uint place(uint part, uint i) {
+    return i / 2 * 4 + part * 2 + i % 2;
+}

@@ -1,0 +1,127 @@
+// The product y = x W^T over a slice of a weight in the planar layout; shared by the shaders of all types.
+//
+// A shader defines, before it includes this file:
+//   ELEMENTS  elements of a block, a multiple of 4
+//   PARTS     equal pieces of a block; one thread decodes one piece at a time
+//   VECTORS   vec4 of weights in a piece
+// and after it, decode() and place(). Storage is read in 32-bit words, so no device feature is needed.
+//
+// LANES threads share a row and stride over its pieces, so that neighbours read neighbouring words. Each thread sums
+// its pieces in float32, then the partial sums of a row are added: rounding errors grow with the length of a thread's
+// share, not of the row.
+
+#define LANES 16
+#define ROWS 4
+
+layout(local_size_x = LANES, local_size_y = ROWS) in;
+
+// Vectors of x that one decoding serves.
+layout(constant_id = 0) const uint BATCH = 1;
+
+layout(set = 0, binding = 0) readonly buffer Weight {
+    uint words[];
+};
+layout(set = 0, binding = 1) readonly buffer Operand {
+    vec4 x[];
+};
+layout(set = 0, binding = 2) writeonly buffer Result {
+    float y[];
+};
+
+layout(push_constant) uniform Sizes {
+    uint rows;       // in this slice
+    uint row_blocks; // blocks of a row
+    uint vectors;    // vectors of x
+    uint x_stride;   // vec4 from one vector of x to the next
+    uint y_stride;   // floats from one vector of y to the next
+    uint y_offset;   // of this slice's first row
+    uint planes[5];  // where each field's plane starts, in words
+};
+
+#ifndef ROW_BLOCKS
+#define ROW_BLOCKS row_blocks
+#endif
+
+// The weights of one piece: piece `part` of block `column` of `row`.
+void decode(uint row, uint column, uint part, out vec4 w[VECTORS]);
+
+// Which vec4 of the block's elements w[i] is.
+uint place(uint part, uint i);
+
+shared float partial[BATCH * ROWS * LANES];
+
+void main() {
+    const uint lane = gl_LocalInvocationID.x;
+    // The count of rows may exceed what one dimension of a dispatch allows.
+    const uint group = gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x;
+    const uint row = group * ROWS + gl_LocalInvocationID.y;
+    const uint first = gl_WorkGroupID.z * BATCH;
+
+    float sum[BATCH];
+    for (uint b = 0; b < BATCH; ++b) {
+        sum[b] = 0.0;
+    }
+    if (row < rows) {
+        for (uint piece = lane; piece < ROW_BLOCKS * PARTS; piece += LANES) {
+            const uint column = piece / PARTS;
+            const uint part = piece % PARTS;
+            vec4 w[VECTORS];
+            decode(row, column, part, w);
+            for (uint b = 0; b < BATCH; ++b) {
+                // A batch that is not full repeats the last vector: cheaper than a branch, and never out of bounds.
+                const uint base = min(first + b, vectors - 1) * x_stride + column * (ELEMENTS / 4);
+                float products = 0.0;
+                for (uint i = 0; i < VECTORS; ++i) {
+                    products += dot(w[i], x[base + place(part, i)]);
+                }
+                sum[b] += products;
+            }
+        }
+    }
+    const uint mine = gl_LocalInvocationID.y * LANES;
+    for (uint b = 0; b < BATCH; ++b) {
+        partial[b * ROWS * LANES + mine + lane] = sum[b];
+    }
+    barrier();
+    if (row < rows && lane < BATCH && first + lane < vectors) {
+        float total = 0.0;
+        for (uint i = 0; i < LANES; ++i) {
+            total += partial[lane * ROWS * LANES + mine + i];
+        }
+        y[(first + lane) * y_stride + y_offset + row] = total;
+    }
+}
+
+// Access to planes.
+
+uint word_at(uint plane, uint i) {
+    return words[planes[plane] + i];
+}
+
+uint byte_at(uint plane, uint i) {
+    return word_at(plane, i / 4) >> 8 * (i % 4) & 0xFF;
+}
+
+uint half_bits_at(uint plane, uint i) {
+    return word_at(plane, i / 2) >> 16 * (i % 2) & 0xFFFF;
+}
+
+float half_at(uint plane, uint i) {
+    return unpackHalf2x16(half_bits_at(plane, i)).x;
+}
+
+// The four bytes of a word, lowest first.
+uvec4 bytes(uint word) {
+    return uvec4(word & 0xFF, word >> 8 & 0xFF, word >> 16 & 0xFF, word >> 24);
+}
+
+vec4 signed_bytes(uint word) {
+    const int i = int(word);
+    return vec4(bitfieldExtract(i, 0, 8), bitfieldExtract(i, 8, 8), bitfieldExtract(i, 16, 8), i >> 24);
+}
+
+// Bits b to b + 3 of a word, each as the lowest bit of a byte.
+uint spread_bits(uint word, uint b) {
+    const uint four = word >> b & 0xF;
+    return four & 1 | (four & 2) << 7 | (four & 4) << 14 | (four & 8) << 21;
+}

@@ -1,0 +1,28 @@
+#version 450
+#extension GL_GOOGLE_include_directive : require
+
+// MXFP4: planes e (a byte), qs (32 nibbles). Half of 2^(e - 127), times the doubled level of q.
+
+#define ELEMENTS 32
+#define PARTS 2
+#define VECTORS 4
+#include "linear.glsl"
+#include "levels.glsl"
+
+void decode(uint row, uint column, uint part, out vec4 w[VECTORS]) {
+    const uint block = row * row_blocks + column;
+    const uint e = byte_at(0, block);
+    // The two smallest scales are subnormal.
+    const float d = uintBitsToFloat(e < 2 ? 0x00200000 << e : (e - 1) << 23);
+    for (uint i = 0; i < 2; ++i) {
+        const uint j = part * 2 + i;
+        const uint qs = word_at(1, block * 4 + j);
+        w[i] = d * e2m1_levels(qs);
+        w[i + 2] = d * e2m1_levels(qs >> 4);
+    }
+}
+
+// Low nibbles are elements 0 to 15, high nibbles 16 to 31.
+uint place(uint part, uint i) {
+    return i / 2 * 4 + part * 2 + i % 2;
+}
