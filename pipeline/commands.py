@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
@@ -12,7 +13,9 @@ from ggufstream.options import IOMode, LazyMode, LoadOptions, PageCacheMode, Upl
 from ggufstream.terminal import LogFormat, configure_logging, progress_bar, run_interruptible, write_json
 
 if TYPE_CHECKING:
+    from ggufstream.events import EventSink
     from ggufstream.gguf_file import FileIndex
+    from ggufstream.model import Model
 
 __all__ = ["UsageError", "commands", "describe_index"]
 
@@ -244,10 +247,9 @@ def verify(file: str, *, as_json: bool, log_format: LogFormat, **given: Any) -> 
 
     async def work() -> dict[str, Any]:
         with progress_bar(log_format) as bar:
-            model = await load_model(file, options=options, sinks=[bar])
-        async with model:
-            found = await verify_model(model)
-            report = model.report
+            async with await load_model(file, options=options, sinks=[bar]) as model:
+                found = await verify_model(model, on_tensor=_verify_progress(model, bar))
+                report = model.report
             place = {"backend": report.backend, "device": report.device, "io": report.io, "upload": report.upload}
             return {"file": report.file, **place, **found.to_dict()}
 
@@ -259,6 +261,38 @@ def verify(file: str, *, as_json: bool, log_format: LogFormat, **given: Any) -> 
 
         show_verify(result)
     return DIFFERS if result["differing"] else 0
+
+
+def _verify_progress(model: Model, sink: EventSink) -> Callable[[str], None]:
+    """Shows a second bar: how much of the model has been compared."""
+    import time
+
+    from ggufstream.events import LoadFinished, LoadStarted, Progress
+
+    load_id = f"{model.report.load_id}-verify"
+    sizes = {name: weight.nbytes for name, weight in model.items()}
+    total, started = sum(sizes.values()), time.perf_counter()
+    done = tensors = 0
+    sink(LoadStarted(load_id=load_id, file=f"comparing with {os.path.basename(model.report.file)}"))
+
+    def on_tensor(name: str) -> None:
+        nonlocal done, tensors
+        done += sizes[name]
+        tensors += 1
+        sink(
+            Progress(
+                load_id=load_id,
+                bytes_done=done,
+                bytes_total=total,
+                tensors_done=tensors,
+                tensors_total=len(sizes),
+                seconds=time.perf_counter() - started,
+            )
+        )
+        if tensors == len(sizes):
+            sink(LoadFinished(load_id=load_id, report={}))
+
+    return on_tensor
 
 
 @commands.command(short_help="Show what each backend sees here.")

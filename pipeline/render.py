@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -174,20 +174,20 @@ def show_report(report: Mapping[str, Any]) -> None:
     seconds, rss, cache, lag = r["seconds"], r["rss"], r["page_cache_bytes"], r["event_loop_lag_ms"]
     facts = _facts()
     facts.add_row("loaded", f"{r['tensors']} tensors, {human_bytes(r['tensor_bytes'])} → {_target(r)}")
+    if r["backend_reason"] not in ("asked for", "given"):
+        facts.add_row("backend", printable(r["backend_reason"]))
     rate = f"{r['bytes_per_second'] / 1e9:.2f} GB/s"
-    how = f"{r['io']}, {r['upload']}, {r['workers']} worker{'s' if r['workers'] != 1 else ''}"
-    facts.add_row(
-        "speed",
-        Text.assemble((rate, "bold green"), f": {human_bytes(r['streamed_bytes'])} in {_seconds(seconds['stream'])}"),
-    )
-    facts.add_row("how", f"{how}; {printable(r['io_reason'])}")
+    moved = f": {human_bytes(r['streamed_bytes'])} in {_seconds(seconds['stream'])}"
+    facts.add_row("speed", Text.assemble((rate, "bold green"), moved))
+    facts.add_row("io", f"{r['io']}: {printable(r['io_reason'])}")
+    facts.add_row("upload", f"{r['upload']}, {r['workers']} worker thread{'s' if r['workers'] != 1 else ''}")
     steps = [f"{name} {_seconds(seconds[name])}" for name in ("header", "plan", "stream", "total") if name in seconds]
     facts.add_row("time", " · ".join(steps))
     if r["first_layer_seconds"] is not None:
         facts.add_row("", f"first layer ready after {_seconds(r['first_layer_seconds'])}")
     facts.add_row("placed", _totals(r["placements"]))
     facts.add_row("layouts", _totals(r["layouts"]))
-    facts.add_row("arenas", Group(*(_arena(arena) for arena in r["arenas"])) if r["arenas"] else "none")
+    facts.add_row("arenas", "\n".join(_arena(arena) for arena in r["arenas"] if arena["planned_bytes"]) or "none")
     facts.add_row("RSS", " · ".join(f"{human_bytes(rss[when])} {when}" for when in ("before", "peak", "after")))
     facts.add_row("staging", f"{human_bytes(r['staging_peak_bytes'])} used of {human_bytes(r['staging_bytes'])}")
     held = " · ".join(f"{_known(cache[when])} {when}" for when in ("before", "after"))
@@ -200,17 +200,16 @@ def show_report(report: Mapping[str, Any]) -> None:
     _panel(console, facts, os.path.basename(r["file"]))
 
 
-def _panel(console: _Output, body: RenderableType, title: str) -> None:
+def _panel(console: _Output, body: RenderableType, title: str | Text) -> None:
     width = min(console.width, _PANEL_WIDTH)
-    name = Text(printable(title), "bold", overflow="ellipsis")
+    name = title if isinstance(title, Text) else Text(printable(title), "bold")
     name.truncate(width - 6, overflow="ellipsis")
     console.show(Panel(body, title=name, title_align="left", box=box.ROUNDED, border_style="dim", width=width))
 
 
 def _target(result: Mapping[str, Any]) -> str:
     backend, device = printable(result["backend"]), printable(result["device"])
-    reason = printable(result.get("backend_reason") or "")
-    return f"{backend}: {device}" + (f" ({reason})" if reason else "")
+    return f"{backend}: {device}"
 
 
 def _totals(totals: Mapping[str, Mapping[str, int]]) -> str:
@@ -234,11 +233,13 @@ def show_verify(result: Mapping[str, Any]) -> None:
     differing = result["differing"]
     rate = result["bytes"] / result["seconds"] if result["seconds"] else math.nan
     facts = _facts()
-    facts.add_row("on", f"{_target(result)}, {result['io']}, {result['upload']}")
-    facts.add_row("checked", f"{result['tensors']} tensors, {human_bytes(result['bytes'])}")
+    facts.add_row("loaded", f"→ {_target(result)}; io {result['io']}, upload {result['upload']}")
+    facts.add_row("compared", f"{result['tensors']} tensors, {human_bytes(result['bytes'])}, byte for byte")
+    error = f"off by {result['largest_product_error']:.1e} of the largest value at most"
+    facts.add_row("multiplied", f"{result['products']} weights, {error}" if result["products"] else "nothing")
     facts.add_row("time", f"{_seconds(result['seconds'])} ({rate / 1e9:.2f} GB/s)")
     if not differing:
-        facts.add_row("result", Text("every byte as in the file, every product as the reference", "bold green"))
+        facts.add_row("result", Text("the model is what the file has", "bold green"))
     for found in differing:
         facts.add_row(Text("differs", "bold red"), f"{printable(found['tensor'])}: {printable(found['what'])}")
     _panel(console, facts, os.path.basename(result["file"]))
@@ -248,7 +249,46 @@ def show_devices(backends: Sequence[Mapping[str, Any]]) -> None:
     console = _Output()
     for backend in backends:
         facts = _facts()
-        for key, value in backend.items():
-            if value is not None and key != "name":
-                facts.add_row(printable(key), printable(value))
-        _panel(console, facts, str(backend.get("name", "backend")))
+        if "means" in backend:
+            facts.add_row("means", printable(backend["means"]))
+            facts.add_row("because", printable(backend["reason"]))
+        for device in backend.get("devices", ()):
+            for label, value in _device(device):
+                facts.add_row(label, value)
+        for lack in backend.get("lacks", ()):
+            facts.add_row(Text("lacks", "yellow"), printable(lack))
+        name = Text(printable(backend["name"]), "bold")
+        if not backend["available"]:
+            name.append(" (not available here)", "yellow")
+        _panel(console, facts, name)
+
+
+_LIMITS = {
+    "max_storage_buffer_range": "binding",
+    "max_memory_allocation_size": "allocation",
+    "max_buffer_size": "buffer",
+    "min_imported_host_pointer_alignment": "import alignment",
+}
+
+
+def _device(device: Mapping[str, Any]) -> Iterator[tuple[RenderableType, str]]:
+    """What a person wants to know of a device; ``--json`` has all of it."""
+    index = f"{device['index']}: " if "index" in device else ""
+    kind = f" ({printable(device['kind'])})" if device.get("kind") else ""
+    yield Text("device", "bold"), f"{index}{printable(device['name'])}{kind}"
+    if device.get("driver"):
+        yield "driver", f"{printable(device['driver'])}, Vulkan {printable(device.get('api_version', '?'))}"
+    for heap in device.get("heaps", ()):
+        free = f", {human_bytes(heap['budget'])} to give" if heap.get("budget") is not None else ""
+        yield "heap", f"{human_bytes(heap['size'])}{free}, {'device' if heap.get('device_local') else 'host'} memory"
+    limits = device.get("limits", {})
+    named = [f"{label} {human_bytes(limits[key])}" for key, label in _LIMITS.items() if limits.get(key) is not None]
+    if named:
+        yield "limits", " · ".join(named)
+    features = device.get("features", {})
+    if present := [name for name, there in features.items() if there]:
+        yield "features", ", ".join(present)
+    if absent := [name for name, there in features.items() if not there]:
+        yield Text("without", "yellow"), ", ".join(absent)
+    for lack in device.get("lacks", ()):
+        yield Text("lacks", "yellow"), printable(lack)

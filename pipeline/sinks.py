@@ -139,7 +139,8 @@ class StructlogSink:
 
 
 def _fields(event: Event) -> dict[str, Any]:
-    return {name: getattr(event, name) for name in event.__dataclass_fields__}
+    values = ((name, getattr(event, name)) for name in event.__dataclass_fields__)
+    return {name: round(value, 6) if isinstance(value, float) else value for name, value in values}
 
 
 def _default_logger() -> Any:

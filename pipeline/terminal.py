@@ -12,14 +12,14 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
     from anyio.abc import TaskStatus
     from structlog.typing import EventDict, Processor
 
-    from ggufstream.sinks import RichProgress
+    from ggufstream.events import EventSink
 
 __all__ = [
     "Interrupted",
@@ -114,13 +114,36 @@ def to_json(value: Any) -> Any:
     return value
 
 
-def progress_bar(log_format: LogFormat) -> RichProgress:
-    """A bar on stderr; one that draws nothing where JSON lines go there."""
+@contextlib.contextmanager
+def progress_bar(log_format: LogFormat) -> Iterator[EventSink]:
+    """A bar on stderr where that is a terminal, lines in a readable log that is none, nothing among JSON lines."""
     from ggufstream.sinks import RichProgress
 
-    bar = RichProgress()
-    bar.active = bar.active and log_format != "json"
-    return bar
+    with RichProgress() as bar:
+        bar.active = bar.active and log_format != "json"
+        yield bar if bar.active or log_format != "console" else _progress_lines()
+
+
+def _progress_lines() -> EventSink:
+    from ggufstream.events import Event, Progress
+    from ggufstream.sinks import human_bytes
+
+    quarters = -1
+
+    def sink(event: Event, /) -> None:
+        nonlocal quarters
+        if not isinstance(event, Progress) or not event.bytes_total:
+            return
+        reached = 4 * event.bytes_done // event.bytes_total
+        if reached > quarters:
+            quarters = reached
+            done = f"{human_bytes(event.bytes_done)} of {human_bytes(event.bytes_total)}"
+            rate = f"{human_bytes(event.bytes_per_second)}/s"
+            share = 100 * event.bytes_done // event.bytes_total
+            text = f"{share:3} %  {done}  {rate}  {event.tensors_done} of {event.tensors_total} tensors"
+            _StderrLogger().msg(text)
+
+    return sink
 
 
 def configure_logging(log_format: LogFormat, verbose: int) -> None:
@@ -139,7 +162,7 @@ def configure_logging(log_format: LogFormat, verbose: int) -> None:
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso" if as_json else "%H:%M:%S", utc=as_json),
     ]
-    renderer: list[Processor] = [structlog.processors.JSONRenderer()]
+    renderer: list[Processor] = [_event_first, structlog.processors.JSONRenderer()]
     if not as_json:
         # the command prints the error itself, in one line
         renderer = [_drop_end, _printable_values, structlog.dev.ConsoleRenderer(colors=_colors())]
@@ -153,6 +176,11 @@ def configure_logging(log_format: LogFormat, verbose: int) -> None:
 
 def _colors() -> bool:
     return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _event_first(_: object, __: str, record: EventDict) -> EventDict:
+    first = {key: record.pop(key) for key in ("timestamp", "level", "event") if key in record}
+    return {**first, **record}
 
 
 def _drop_end(_: object, __: str, record: EventDict) -> EventDict:
