@@ -96,9 +96,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("file", nargs="?", type=Path, default=MODEL)
     parser.add_argument("--repeats", type=int, default=5, help="runs of ours before and after each of the reader's")
-    parser.add_argument("--reader-repeats", type=int, default=3, help="runs of gguf.GGUFReader (slow)")
+    parser.add_argument("--reader-repeats", type=int, default=3, help="runs of gguf.GGUFReader (slow), at least 1")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
+    if min(options.repeats, options.reader_repeats) < 1:
+        parser.error("repeats must be at least 1")
     result = asyncio.run(measure(options.file, repeats=options.repeats, reader_repeats=options.reader_repeats))
     if options.json:
         print(json.dumps(asdict(result)))

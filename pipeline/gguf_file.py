@@ -7,6 +7,7 @@ What the shards must agree on follows llama.cpp's ``gguf-split``.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import difflib
 import errno
 import os
@@ -37,7 +38,7 @@ from ggufstream.gguf_layout import TensorInfo, quoted
 
 __all__ = ["FileIdentity", "FileIndex", "LazyArray", "Shard", "TensorInfo", "read_index"]
 
-FIRST_READ, LARGEST_READ = 1 << 20, 4 << 20
+READ_BYTES = 1 << 20  # appending a chunk holds the GIL, so it does not grow
 _SHARD_NAME = re.compile(r"(?P<stem>.*)-(?P<no>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.DOTALL)
 _T = TypeVar("_T")
 
@@ -206,7 +207,7 @@ async def _read_shard(path: str, on_open: Callable[[str, int], None] | None) -> 
     except OSError as error:
         if isinstance(error, FileError):
             raise
-        raise _os_error(path, error) from error
+        raise await anyio.to_thread.run_sync(_os_error, path, error) from error
     if now != identity:
         remedy = "Load it again when nothing writes to it."
         raise FileChangedError(f"changed while its header was read: {identity} became {now}", file=path, remedy=remedy)
@@ -253,13 +254,11 @@ def _require_regular(path: str, mode: int) -> None:
 async def _read_header(read: Callable[[int], Coroutine[object, object, bytes]], path: str, size: int) -> Header:
     parser = parse_header(path, size)
     chunk: bytes | None = None
-    want = FIRST_READ
     while True:
         header = await anyio.to_thread.run_sync(_advance, parser, chunk)
         if header is not None:
             return header
-        chunk = await read(want)
-        want = min(2 * want, LARGEST_READ)
+        chunk = await read(READ_BYTES)
 
 
 def _advance(parser: Steps[Header], chunk: bytes | None) -> Header | None:
@@ -276,9 +275,10 @@ def _advance(parser: Steps[Header], chunk: bytes | None) -> Header | None:
 
 
 def _os_error(path: str, error: OSError) -> FileError:
+    """The error of this package for one of the system's. Looks at links, so it belongs into a worker thread."""
     reason = error.strerror or type(error).__name__
     if isinstance(error, FileNotFoundError | NotADirectoryError):
-        if os.path.islink(path):
+        with contextlib.suppress(OSError):
             what = f"a symbolic link to {quoted(os.readlink(path))}, which does not exist"
             return MissingFileError(what, file=path, remedy="Restore its target, or download the model again.")
         return MissingFileError(f"the file was not found ({reason})", file=path, remedy="Check the path.")

@@ -37,7 +37,6 @@ from ggufstream.gguf_file import FileIdentity, FileIndex, read_index
 from ggufstream.gguf_header import Header, parse_header
 
 HUGE = [2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1]
-GEMMA = Path(__file__).parents[1] / ".cache" / "models" / "gemma-3-270m-q4_k_m.gguf"
 
 
 def feed(raw: bytes, sizes: Iterable[int] = (), *, size: int | None = None) -> Header:
@@ -442,6 +441,8 @@ async def refused(path: str | os.PathLike[str], kind: type[FileError], *words: s
     return caught.value
 
 
+@pytest.mark.public_api
+@pytest.mark.usefixtures("blockbuster")
 @pytest.mark.asyncio
 async def test_index_of_a_small_file(save: Save) -> None:
     raw = gb.small()
@@ -485,6 +486,8 @@ async def test_an_on_open_that_raises_leaves_nothing_open(save: Save) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.public_api
+@pytest.mark.usefixtures("blockbuster")
 @pytest.mark.asyncio
 async def test_fifo_socket_device_folder(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo.gguf"
@@ -510,6 +513,8 @@ async def test_a_fifo_that_takes_the_place_after_the_look(save: Save, monkeypatc
     await refused(fifo, UnreadableFileError, "FIFO")
 
 
+@pytest.mark.public_api
+@pytest.mark.usefixtures("blockbuster")
 @pytest.mark.asyncio
 async def test_missing_and_dangling(tmp_path: Path) -> None:
     error = await refused(tmp_path / "none.gguf", MissingFileError, "none.gguf", "not found")
@@ -574,8 +579,7 @@ async def test_a_file_that_is_written_to_meanwhile(save: Save) -> None:
 async def test_short_reads(save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(gb.small())
     whole = facts_of(await read_index(path))
-    monkeypatch.setattr(gguf_file, "FIRST_READ", 7)
-    monkeypatch.setattr(gguf_file, "LARGEST_READ", 11)
+    monkeypatch.setattr(gguf_file, "READ_BYTES", 7)
     assert facts_of(await read_index(path)) == whole
 
 
@@ -583,6 +587,8 @@ def facts_of(index: FileIndex) -> tuple[object, ...]:
     return (index.tensors, index.shards, str(dict(index.metadata)))
 
 
+@pytest.mark.public_api
+@pytest.mark.usefixtures("blockbuster")
 @pytest.mark.asyncio
 async def test_cancelling_waits_and_closes(save: Save) -> None:
     before = len(os.listdir("/proc/self/fd"))
@@ -635,6 +641,8 @@ def save_three(save: Save, **replaced: bytes) -> list[Path]:
     return [save(raw, name_of(k, 3)) for k, raw in enumerate(raws, 1)]
 
 
+@pytest.mark.public_api
+@pytest.mark.usefixtures("blockbuster")
 @pytest.mark.asyncio
 async def test_a_set_opens_from_every_shard(save: Save) -> None:
     paths = save_three(save)
@@ -746,16 +754,11 @@ async def test_equal_to_gguf_reader(tmp_path: Path, alignment: int) -> None:
     assert values == theirs
 
 
-@pytest.fixture
-def gemma() -> Path:
-    if not GEMMA.is_file():
-        pytest.fail(f"{GEMMA} is missing; fetch the test models first")
-    return GEMMA
-
-
+@pytest.mark.public_api
+@pytest.mark.usefixtures("blockbuster")
 @pytest.mark.asyncio
-async def test_gemma(gemma: Path) -> None:
-    index = await read_index(gemma)
+async def test_gemma(gemma_path: Path) -> None:
+    index = await read_index(gemma_path)
     assert index.architecture == "gemma3"
     assert index.warnings == ()
     tokens, scores = index.metadata["tokenizer.ggml.tokens"], index.metadata["tokenizer.ggml.scores"]
