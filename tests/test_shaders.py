@@ -126,6 +126,17 @@ def test_a_batch_larger_than_one_submission(
     assert backend.statistics()["submits"] - before == 2 * 3  # slices times batches of 8
 
 
+def test_vectors_are_copied_to_a_device_with_memory_of_its_own(
+    backend: VulkanBackend, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # All memory of llvmpipe counts as the device's own, so that it must be told.
+    monkeypatch.setattr(compute, "_must_copy", lambda x: True)
+    ggml_type, blocks, w = weights("Q8_0", 11, 2)
+    weight = placed(stack, backend, blocks, ggml_type, row_blocks=2, layout=Planar(), cuts=(6,))
+    for n in (1, 9, 40):
+        check(backend, weight, w, n)
+
+
 def test_no_vectors_and_no_rows(backend: VulkanBackend, stack: ExitStack) -> None:
     ggml_type, blocks, w = weights("Q4_K", 3, 1)
     some = placed(stack, backend, blocks, ggml_type, row_blocks=1, layout=Planar())

@@ -1,8 +1,9 @@
 """Matrix products on the compute queue, straight from the planes of a weight.
 
-One shader a type (``shaders/*.comp``, compiled beside its source) decodes blocks on the fly; ``x`` and ``y`` are in
-host-visible buffers that are kept between calls. Products of one backend run one at a time: they share the buffers, the
-command pool and the descriptor set, and the device has one compute queue anyway.
+One shader a type (``shaders/*.comp``, compiled beside its source) decodes blocks on the fly. ``x`` and ``y`` lie in
+mapped buffers that are kept between calls; a device with memory of its own copies ``x`` there first, since every row
+reads all of it. Products of one backend run one at a time: they share the buffers, the command pool and the descriptor
+set, and the device has one compute queue anyway.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from importlib import resources
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
@@ -20,11 +22,11 @@ import numpy.typing as npt
 
 from ggufstream.backends.base import Slice
 from ggufstream.backends.products import check_operand
-from ggufstream.backends.vulkan.api import Buffer, CommandBuffer, Pipeline
+from ggufstream.backends.vulkan.api import USAGE_STORAGE, Buffer, CommandBuffer, Pipeline, Region
 from ggufstream.backends.vulkan.device import VulkanDevice
 from ggufstream.backends.vulkan.errors import BACKEND
 from ggufstream.backends.vulkan.memory import Allocation
-from ggufstream.backends.vulkan.transfer import Submission
+from ggufstream.backends.vulkan.transfer import Submission, VulkanChunk
 from ggufstream.errors import UnsupportedByDeviceError
 from ggufstream.layouts import F32, Planar
 
@@ -44,7 +46,7 @@ SUPPORTED: Final = frozenset({
 _ROWS: Final = 4
 """Rows that one workgroup makes; ``ROWS`` in ``linear.glsl``."""
 _BATCH: Final = 4
-"""Vectors that one decoding serves where there are several."""
+"""Vectors that one decoding serves where there are several; ``MAX_BATCH`` in ``linear.glsl``."""
 _PADDING: Final = 8
 """``x`` is padded to a multiple of this many elements: the longest piece of an unquantized row."""
 _MAX_PLANES: Final = 5
@@ -85,6 +87,7 @@ class Compute:
         self._lock = threading.Lock()
         self._pipelines: dict[tuple[str, int], Pipeline] = {}
         self._x: Allocation | None = None
+        self._near: Allocation | None = None
         self._y: Allocation | None = None
         api, handle = device.api, device.handle
         with ExitStack() as undo:
@@ -101,7 +104,7 @@ class Compute:
     def linear(self, weight: Sequence[Slice], x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """``x @ W.T`` in float32: shapes ``(n, n_in)`` and ``(n, rows)``. Blocks until it is there.
 
-        Host memory used besides the result: two buffers of about 16 MiB, or what a single vector needs.
+        Memory used besides the result: two or three buffers of about 16 MiB, or what a few vectors need.
 
         Raises:
             OptionError: ``x`` does not fit the weight.
@@ -121,8 +124,10 @@ class Compute:
         most = min(most, len(x), _BATCH * self._device.record.limits.max_compute_work_group_count[2])
         with self._lock:
             self._device.check()
-            self._x = self._reserve(self._x, 4 * most * stride)
-            self._y = self._reserve(self._y, 4 * most * rows)
+            self._x = self._reserve(self._x, 4 * most * stride, self._host_buffer)
+            self._y = self._reserve(self._y, 4 * most * rows, self._host_buffer)
+            if _must_copy(self._x):
+                self._near = self._reserve(self._near, 4 * most * stride, partial(self._beside, weight[0]))
             for first in range(0, len(x), most):
                 vectors = x[first : first + most]
                 n = len(vectors)
@@ -134,13 +139,13 @@ class Compute:
                 for part in weight:
                     if part.extent.rows:
                         sizes = part.extent.rows, part.extent.row_blocks, n, stride // 4, rows, done
-                        self._multiply(part, self._x, self._y, n, sizes)
+                        self._multiply(part, sizes)
                     done += part.extent.rows
                 self._y.invalidate(0, 4 * n * rows)
                 y[first : first + n] = _floats(self._y, n, rows)
         return y
 
-    def _reserve(self, buffer: Allocation | None, nbytes: int) -> Allocation:
+    def _reserve(self, buffer: Allocation | None, nbytes: int, allocate: Callable[[int], Allocation]) -> Allocation:
         limit = self._device.record.limits.max_storage_buffer_range
         if nbytes > limit:
             raise UnsupportedByDeviceError(
@@ -150,13 +155,24 @@ class Compute:
             )
         if buffer is not None and buffer.nbytes >= nbytes:
             return buffer
-        larger = self._host_buffer(nbytes)
+        larger = allocate(nbytes)
         if buffer is not None:
             buffer.close()
         return larger
 
-    def _multiply(self, part: Slice, x: Allocation, y: Allocation, vectors: int, sizes: tuple[int, ...]) -> None:
-        api = self._device.api
+    def _beside(self, part: Slice, nbytes: int) -> Allocation:
+        """Memory of the kind that the weight lies in."""
+        assert isinstance(part.chunk, VulkanChunk)
+        kind = part.chunk.allocation.memory_type
+        return Allocation(self._device, nbytes, usage=USAGE_STORAGE, memory_type=kind, mapped=False)
+
+    def _multiply(self, part: Slice, sizes: tuple[int, ...]) -> None:
+        """One slice; ``sizes`` are those of the shader, up to the planes."""
+        api, x, y = self._device.api, self._x, self._y
+        assert x is not None
+        assert y is not None
+        near = self._near if _must_copy(x) else None
+        _, _, vectors, stride, *_ = sizes
         shader, planes = _shader(part)
         batch = 1 if vectors == 1 else _BATCH
         pipeline = self._pipeline(shader, batch)
@@ -165,12 +181,19 @@ class Compute:
         # Shaders read whole words, of which the last may hold a byte or two. Arenas pad slices, so it is in the chunk.
         nbytes = part.nbytes + -part.nbytes % 4
         assert part.offset + nbytes <= part.chunk.nbytes, "chunks end at a whole word"
-        bindings = [(Buffer(part.chunk.handle), part.offset, nbytes), (x.buffer, 0, x.nbytes), (y.buffer, 0, y.nbytes)]
+        operand = near or x
+        bindings = [
+            (Buffer(part.chunk.handle), part.offset, nbytes),
+            (operand.buffer, 0, operand.nbytes),
+            (y.buffer, 0, y.nbytes),
+        ]
         constants = _PUSH.pack(*sizes, *planes, *[0] * (_MAX_PLANES - len(planes)))
 
         def record(commands: CommandBuffer) -> None:
             # The batch before has ended, so the set is free. What uploads wrote was waited for; this makes it visible.
             api.write_descriptors(self._device.handle, self._set, bindings)
+            if near is not None:
+                api.copy(commands, x.buffer, near.buffer, [Region(0, 0, 16 * vectors * stride)])
             api.barrier(commands)
             api.bind(commands, pipeline, self._layout, self._set)
             api.push_constants(commands, self._layout, constants)
@@ -197,13 +220,18 @@ class Compute:
             self._submission.close(self._free)
 
     def _free(self) -> None:
-        for buffer in (self._x, self._y):
+        for buffer in (self._x, self._near, self._y):
             if buffer is not None:
                 buffer.close()
         for pipeline in self._pipelines.values():
             self._device.api.destroy_pipeline(self._device.handle, pipeline)
         self._pipelines.clear()
         self._undo.close()
+
+
+def _must_copy(x: Allocation) -> bool:
+    """Whether the device reaches ``x`` only over the bus."""
+    return not x.memory_type.device_local
 
 
 def _floats(buffer: Allocation, n: int, length: int) -> npt.NDArray[np.float32]:

@@ -12,10 +12,12 @@
 
 #define LANES 16
 #define ROWS 4
+#define MAX_BATCH 4
 
 layout(local_size_x = LANES, local_size_y = ROWS) in;
 
-// Vectors of x that one decoding serves.
+// Vectors of x that one decoding serves. Arrays have the largest size: not every driver takes a constant of the
+// pipeline there.
 layout(constant_id = 0) const uint BATCH = 1;
 
 layout(set = 0, binding = 0) readonly buffer Weight {
@@ -48,7 +50,7 @@ void decode(uint row, uint column, uint part, out vec4 w[VECTORS]);
 // Which vec4 of the block's elements w[i] is.
 uint place(uint part, uint i);
 
-shared float partial[BATCH * ROWS * LANES];
+shared float partial[MAX_BATCH * ROWS * LANES];
 
 void main() {
     const uint lane = gl_LocalInvocationID.x;
@@ -57,7 +59,7 @@ void main() {
     const uint row = group * ROWS + gl_LocalInvocationID.y;
     const uint first = gl_WorkGroupID.z * BATCH;
 
-    float sum[BATCH];
+    float sum[MAX_BATCH];
     for (uint b = 0; b < BATCH; ++b) {
         sum[b] = 0.0;
     }
