@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ggufstream.sinks import human_bytes, printable
+from ggufstream.sinks import human_bytes, human_rate, printable
 
 __all__ = ["show_devices", "show_inspect", "show_plan", "show_report", "show_verify"]
 
@@ -73,7 +72,7 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def _seconds(value: float) -> str:
-    return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"
+    return f"{value * 1000:.3g} ms" if value < 0.9995 else f"{value:.2f} s"
 
 
 def _value(value: Any) -> str:
@@ -176,9 +175,8 @@ def show_report(report: Mapping[str, Any]) -> None:
     facts.add_row("loaded", f"{r['tensors']} tensors, {human_bytes(r['tensor_bytes'])} → {_target(r)}")
     if r["backend_reason"] not in ("asked for", "given"):
         facts.add_row("backend", printable(r["backend_reason"]))
-    rate = f"{r['bytes_per_second'] / 1e9:.2f} GB/s"
     moved = f": {human_bytes(r['streamed_bytes'])} in {_seconds(seconds['stream'])}"
-    facts.add_row("speed", Text.assemble((rate, "bold green"), moved))
+    facts.add_row("speed", Text.assemble((human_rate(r["bytes_per_second"]), "bold green"), moved))
     facts.add_row("io", f"{r['io']}: {printable(r['io_reason'])}")
     facts.add_row("upload", f"{r['upload']}, {r['workers']} worker thread{'s' if r['workers'] != 1 else ''}")
     steps = [f"{name} {_seconds(seconds[name])}" for name in ("header", "plan", "stream", "total") if name in seconds]
@@ -231,13 +229,12 @@ def _known(n: int | None) -> str:
 def show_verify(result: Mapping[str, Any]) -> None:
     console = _Output()
     differing = result["differing"]
-    rate = result["bytes"] / result["seconds"] if result["seconds"] else math.nan
     facts = _facts()
     facts.add_row("loaded", f"→ {_target(result)}; io {result['io']}, upload {result['upload']}")
     facts.add_row("compared", f"{result['tensors']} tensors, {human_bytes(result['bytes'])}, byte for byte")
     error = f"off by {result['largest_product_error']:.1e} of the largest value at most"
     facts.add_row("multiplied", f"{result['products']} weights, {error}" if result["products"] else "nothing")
-    facts.add_row("time", f"{_seconds(result['seconds'])} ({rate / 1e9:.2f} GB/s)")
+    facts.add_row("time", _seconds(result["seconds"]))
     if not differing:
         facts.add_row("result", Text("the model is what the file has", "bold green"))
     for found in differing:

@@ -33,7 +33,7 @@ from ggufstream.events import (
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
-__all__ = ["RichProgress", "StructlogSink", "flatten_report", "human_bytes", "printable"]
+__all__ = ["RichProgress", "StructlogSink", "flatten_report", "human_bytes", "human_rate", "printable"]
 
 
 def printable(text: object) -> str:
@@ -56,6 +56,17 @@ def human_bytes(n: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" or abs(size) >= 100 else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:,.1f} TiB"
+
+
+def human_rate(bytes_per_second: float) -> str:
+    """A rate as storage and buses are sold: ``1.32 GB/s``, powers of 1,000."""
+    return f"{bytes_per_second / 1e9:.2f} GB/s" if bytes_per_second >= 1e7 else f"{bytes_per_second / 1e6:.2f} MB/s"
+
+
+def _human_share(done: float, total: float) -> str:
+    """``46.1 of 92.1 MiB``: the unit once where it is the same."""
+    (left, left_unit), right = human_bytes(done).split(" "), human_bytes(total)
+    return f"{left} of {right}" if right.endswith(f" {left_unit}") else f"{left} {left_unit} of {right}"
 
 
 def flatten_report(report: Mapping[str, Any]) -> dict[str, Any]:
@@ -273,14 +284,15 @@ def _picture(view: _LoadView, width: int) -> Iterator[RenderableType]:
     meter = ProgressBar(total=total or None, completed=done, pulse=not total and not view.end, complete_style=state)
     bar.add_row(meter, Text(percent, state))
     yield bar
-    parts = [f"{human_bytes(done)} of {human_bytes(total)}"] if total else ["reading the header"]
+    parts = [_human_share(done, total)] if total else ["reading the header"]
     if p is not None:
-        parts.append(f"{human_bytes(p.bytes_per_second)}/s")
+        parts.append(human_rate(p.bytes_per_second))
         left = p.seconds_left
         parts.append(f"{p.seconds:.1f} s" if view.end or left is None else f"{left:.1f} s left")
         parts.append(f"{p.tensors_done}/{p.tensors_total} tensors")
     for arena, planned in view.planned.items():
-        parts.append(f"{printable(arena)} {human_bytes(view.allocated.get(arena, 0))} of {human_bytes(planned)}")
+        if planned:
+            parts.append(f"{printable(arena)} {_human_share(view.allocated.get(arena, 0), planned)}")
     if view.end in ("failed", "cancelled"):
         parts.insert(0, view.end)
     yield Text(" · ".join(parts), "dim", no_wrap=True, overflow="ellipsis")

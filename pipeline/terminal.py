@@ -126,7 +126,7 @@ def progress_bar(log_format: LogFormat) -> Iterator[EventSink]:
 
 def _progress_lines() -> EventSink:
     from ggufstream.events import Event, Progress
-    from ggufstream.sinks import human_bytes
+    from ggufstream.sinks import human_bytes, human_rate
 
     quarters = -1
 
@@ -138,7 +138,7 @@ def _progress_lines() -> EventSink:
         if reached > quarters:
             quarters = reached
             done = f"{human_bytes(event.bytes_done)} of {human_bytes(event.bytes_total)}"
-            rate = f"{human_bytes(event.bytes_per_second)}/s"
+            rate = human_rate(event.bytes_per_second)
             share = 100 * event.bytes_done // event.bytes_total
             text = f"{share:3} %  {done}  {rate}  {event.tensors_done} of {event.tensors_total} tensors"
             _StderrLogger().msg(text)
