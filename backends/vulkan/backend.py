@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cache
@@ -220,9 +219,6 @@ class VulkanBackend(Backend):
                 return
             self._closed = True
         self._undo.close()
-        left = self._chunks.live + self._staging.live
-        if left and not self.device.instance.pinned:
-            warnings.warn(f"vulkan: {left} chunks or staging buffers were not closed", ResourceWarning, stacklevel=2)
 
 
 @cache

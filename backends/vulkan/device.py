@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Final
+from typing import Final, Protocol
 
 from ggufstream.backends.vulkan.api import CommandBuffer, Device, Fence, Instance, PhysicalDevice, Queue, Vulkan
 from ggufstream.backends.vulkan.describe import CORE_FEATURES, FEATURES, describe, memory_heaps, unpack_version
@@ -145,6 +145,10 @@ def choose_device(records: Sequence[DeviceRecord], wanted: str | int | None) -> 
     )
 
 
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
 class DeviceQueue:
     """A queue and the lock that a submission holds."""
 
@@ -172,6 +176,9 @@ class VulkanDevice:
         self.submits = 0
         self._lost: str | None = None
         self._closed = False
+        self.submissions: set[_Closable] = set()
+        self.allocations: set[_Closable] = set()
+        """What is open on this device: each adds itself, and goes when it is closed."""
         self._deferred: list[tuple[Callable[[], bool], Callable[[], None]]] = []
         extensions, core, features = self._wanted()
         self.handle: Device = self.api.create_device(
@@ -266,26 +273,37 @@ class VulkanDevice:
         self._deferred.append((ready, free))
 
     def close(self) -> None:
-        """Destroy the device. What belongs to it is destroyed before. A second call does nothing."""
+        """Destroy the device, and what was left open on it. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
-        stuck = 0
-        for ready, free in self._deferred:
-            try:
-                idle = ready()
-            except DeviceLostError:
-                idle = True  # the driver says so itself, which ends all work
-            if idle:
-                free()
-            else:
-                stuck += 1
+        # Submissions go first: they wait for what still uses the memory.
+        for submission in list(self.submissions):
+            submission.close()
+        stuck = sum(not self._free_if_idle(*deferred) for deferred in self._deferred)
         self._deferred.clear()
         if stuck:
-            self.instance.pinned = True
             # Memory under a running copy must not be freed; only the end of the process gives it back.
+            self.instance.pinned = True
             warnings.warn(
                 f"vulkan: {stuck} copies hang on the device; their memory is not freed", ResourceWarning, stacklevel=2
             )
             return
+        left = list(self.allocations)
+        for allocation in left:
+            allocation.close()
         self.api.destroy_device(self.handle)
+        if left:
+            warnings.warn(
+                f"vulkan: {len(left)} chunks or staging buffers were not closed", ResourceWarning, stacklevel=2
+            )
+
+    @staticmethod
+    def _free_if_idle(ready: Callable[[], bool], free: Callable[[], None]) -> bool:
+        try:
+            idle = ready()
+        except DeviceLostError:
+            idle = True  # the driver says so itself, which ends all work
+        if idle:
+            free()
+        return idle

@@ -100,7 +100,7 @@ def _capabilities(record: DeviceRecord, arena: MemoryType, heap: MemoryHeap, *, 
     alignment = math.lcm(
         16, limits.min_storage_buffer_offset_alignment or 1, limits.optimal_buffer_copy_offset_alignment or 1
     )
-    if not arena.coherent:
+    if mapped and not arena.coherent:
         alignment = math.lcm(alignment, limits.non_coherent_atom_size or 1)
     max_chunk = max(_largest(record, heap.available) // alignment * alignment, alignment)
     # Integrated and software devices have no memory of their own, whatever their heaps are called.
@@ -167,6 +167,7 @@ class Allocation:
             # Callbacks run last to first: unmap, free the memory, destroy the buffer.
             self._undo = undo.pop_all()
         self._closed = False
+        device.allocations.add(self)
 
     @property
     def closed(self) -> bool:
@@ -207,6 +208,7 @@ class Allocation:
                 return
             self._closed = True
             self._view = None
+        self.device.allocations.discard(self)
         self._undo.close()
 
 

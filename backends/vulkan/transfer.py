@@ -50,6 +50,7 @@ class Submission:
             self._commands = api.allocate_command_buffer(owner, self._pool)
             self._undo = undo.pop_all()
         self._closed = False
+        device.submissions.add(self)
 
     def run(self, record: Callable[[CommandBuffer], None]) -> int:
         """Record commands by calling ``record`` and start them; an earlier batch is waited for. Gives its number."""
@@ -114,6 +115,7 @@ class Submission:
             if self._closed:
                 return
             self._closed = True
+            self.device.submissions.discard(self)
             if not self.device.lost:
                 # Whoever waits for the batch learns of a loss; freeing goes on.
                 with suppress(DeviceLostError):

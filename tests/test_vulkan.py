@@ -1,0 +1,699 @@
+"""The Vulkan backend on llvmpipe, under the validation layer, with every native object counted.
+
+Failures are faked where the calls leave Python: a subclass of ``Vulkan`` answers in the driver's place.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ggufstream.backends import registry
+from ggufstream.backends.base import Backend, Copy, Intent
+from ggufstream.backends.testing import BackendConformance, random_bytes
+from ggufstream.backends.vulkan import VALIDATION_MESSAGES, VulkanBackend, list_devices
+from ggufstream.backends.vulkan.api import USAGE_READBACK, USAGE_STORAGE, Vulkan
+from ggufstream.backends.vulkan.device import choose_device
+from ggufstream.backends.vulkan.errors import explain, from_result
+from ggufstream.backends.vulkan.memory import HostAllocation, plan_memory
+from ggufstream.backends.vulkan.records import (
+    DeviceRecord,
+    Features,
+    Limits,
+    MemoryHeap,
+    MemoryType,
+    QueueFamily,
+)
+from ggufstream.errors import (
+    BackendUnavailableError,
+    ClosedError,
+    DeviceError,
+    DeviceLostError,
+    NoDeviceError,
+    OptionError,
+    OutOfDeviceMemoryError,
+    OutOfHostMemoryError,
+    UnsupportedByDeviceError,
+)
+from ggufstream.ggml_types import BY_NAME
+
+DEVICE = "llvmpipe"
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+class CountingVulkan(Vulkan):
+    """Counts native objects, and answers chosen calls itself: ``answers`` maps a function to a result code."""
+
+    PAIRS = (("vkCreate", "vkDestroy"), ("vkAllocateMemory", "vkFreeMemory"), ("vkMapMemory", "vkUnmapMemory"))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.native: Counter[str] = Counter()
+        self.called: Counter[str] = Counter()
+        self.answers: dict[str, int | Callable[[], int]] = {}
+        self._count_lock = threading.Lock()
+
+    def call(self, name: str, *arguments: object) -> int:
+        answer = self.answers.get(name)
+        if answer is None:
+            code = super().call(name, *arguments)
+        else:
+            code = answer() if callable(answer) else answer
+        with self._count_lock:
+            self.called[name] += 1
+            if code == 0 and answer is None:
+                self._count(name)
+        return code
+
+    def _count(self, name: str) -> None:
+        for start, end in self.PAIRS:
+            if name.startswith(start):
+                self.native[name.removeprefix("vkCreate").replace("ComputePipelines", "Pipeline")] += 1
+            elif name.startswith(end):
+                kind = {"vkFreeMemory": "vkAllocateMemory", "vkUnmapMemory": "vkMapMemory"}.get(name)
+                self.native[kind or name.removeprefix("vkDestroy")] -= 1
+
+    @property
+    def left(self) -> dict[str, int]:
+        """Native objects that exist, by kind."""
+        return {kind: count for kind, count in self.native.items() if count}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _llvmpipe():
+    try:
+        names = [record.name for record in list_devices()]
+    except DeviceError as error:
+        pytest.skip(str(error))
+    if not any(DEVICE in name for name in names):
+        pytest.skip(f"no {DEVICE} among {names}")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_reported() -> Iterator[None]:
+    """The validation layer has nothing to say in any test."""
+    before = len(VALIDATION_MESSAGES)
+    yield
+    assert VALIDATION_MESSAGES[before:] == []
+
+
+@pytest.fixture
+def api() -> Iterator[CountingVulkan]:
+    """The library, counted: nothing native may be left at the end."""
+    api = CountingVulkan()
+    yield api
+    assert api.left == {}
+
+
+@pytest.fixture(params=[True, False], ids=["direct", "staged"])
+def backend(request: pytest.FixtureRequest, api: CountingVulkan) -> Iterator[VulkanBackend]:
+    with VulkanBackend(DEVICE, direct=request.param, validation=True, api=api) as backend:
+        yield backend
+
+
+@pytest.fixture
+def staged(api: CountingVulkan) -> Iterator[VulkanBackend]:
+    with VulkanBackend(DEVICE, direct=False, validation=True, api=api) as backend:
+        yield backend
+
+
+class TestConformance(BackendConformance):
+    """Direct and staged, each with the validation layer and the object counter."""
+
+    @pytest.fixture
+    def backend(self, backend: VulkanBackend) -> Backend:
+        return backend
+
+
+# The collectors can report
+
+
+def test_the_validation_layer_is_heard(api):
+    before = len(VALIDATION_MESSAGES)
+    with VulkanBackend(DEVICE, validation=True, api=api) as backend:
+        device = backend.device
+        buffer = api.create_buffer(device.handle, 0, usage=USAGE_STORAGE, families=device.families)
+        api.destroy_buffer(device.handle, buffer)
+        messages = backend.statistics()["validation_messages"]
+    assert any("VUID-VkBufferCreateInfo-size" in message for message in messages)
+    assert VALIDATION_MESSAGES[before:] == messages
+    del VALIDATION_MESSAGES[before:]
+
+
+def test_the_environment_asks_for_validation(api, monkeypatch):
+    monkeypatch.setenv("GGUFSTREAM_VULKAN_VALIDATION", "1")
+    with VulkanBackend(DEVICE, api=api):
+        assert api.left["DebugUtilsMessengerEXT"] == 1
+
+
+def test_a_missing_validation_layer_is_named_with_its_package(api, monkeypatch):
+    monkeypatch.setattr(api, "instance_layers", frozenset)
+    with pytest.raises(BackendUnavailableError, match="apt install vulkan-validationlayers"):
+        VulkanBackend(DEVICE, validation=True, api=api)
+
+
+def test_the_counter_sees_what_is_left():
+    api = CountingVulkan()
+    with VulkanBackend(DEVICE, api=api) as backend:
+        chunk = backend.allocate(64)
+        assert {"Buffer", "vkAllocateMemory", "vkMapMemory", "Device", "Instance"} <= set(api.left)
+        chunk.close()
+    assert api.left == {}
+    assert api.native.keys() >= {"Buffer", "Device"}
+
+
+def test_memory_left_open_is_freed_and_reported(api):
+    backend = VulkanBackend(DEVICE, validation=True, api=api)
+    chunk, staging = backend.allocate(64), backend.staging(64)
+    with pytest.warns(ResourceWarning, match="2 chunks or staging buffers"):
+        backend.close()
+    assert api.left == {}
+    with pytest.raises(ClosedError):
+        _ = chunk.view
+    chunk.close()
+    staging.close()
+
+
+# Opening
+
+
+def test_a_software_device_is_not_chosen_unless_named():
+    records = list_devices()
+    if any(record.kind != "cpu" for record in records):
+        pytest.skip("there is a real GPU")
+    with pytest.raises(NoDeviceError, match=r"llvmpipe.*--device llvmpipe"):
+        VulkanBackend()
+
+
+def test_device_by_index(api):
+    index = next(record.index for record in list_devices() if DEVICE in record.name)
+    for spec in (index, str(index), DEVICE.upper()):
+        with VulkanBackend(spec, api=api) as backend:
+            assert DEVICE in backend.capabilities.device
+
+
+def test_wrong_device_names_list_what_there_is(api):
+    with pytest.raises(NoDeviceError, match="'voodoo'; there is 0: "):
+        VulkanBackend("voodoo", api=api)
+    with pytest.raises(NoDeviceError, match="99"):
+        VulkanBackend(99, api=api)
+
+
+def test_capabilities_of_llvmpipe(backend):
+    facts = backend.capabilities
+    assert facts.memory == "unified"
+    assert facts.max_slice_bytes == backend.record.limits.max_storage_buffer_range
+    assert facts.chunk_bytes == 256 * MIB
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        "vkCreateInstance",
+        "vkEnumeratePhysicalDevices",
+        "vkCreateDebugUtilsMessengerEXT",
+        "vkCreateDevice",
+        "vkCreateBuffer",
+    ],
+)
+@pytest.mark.parametrize("code", [-1, -2, -3, -4, -9, -12345])
+def test_a_failure_while_opening_leaves_nothing(api, function, code):
+    api.answers[function] = code
+    with pytest.raises(DeviceError, match=f"{function}.*{code}"):
+        VulkanBackend(DEVICE, validation=True, api=api)
+    assert api.left == {}
+
+
+@pytest.mark.parametrize("function", ["vkCreateBuffer", "vkAllocateMemory", "vkBindBufferMemory", "vkMapMemory"])
+@pytest.mark.parametrize(("code", "error"), [(-2, OutOfDeviceMemoryError), (-1, OutOfHostMemoryError)])
+def test_a_failed_allocation_is_undone(backend, api, function, code, error):
+    if function == "vkMapMemory" and not backend.capabilities.direct:
+        pytest.skip("chunks are not mapped")
+    before = api.left
+    api.answers[function] = code
+    with pytest.raises(error):
+        backend.allocate(1000)
+    api.answers.clear()
+    assert api.left == before
+    assert backend.statistics()["live_bytes"] == 0
+    backend.allocate(1000).close()
+
+
+@pytest.mark.parametrize(
+    "function", ["vkAllocateMemory", "vkMapMemory", "vkCreateFence", "vkCreateCommandPool", "vkAllocateCommandBuffers"]
+)
+def test_failed_staging_is_undone(staged, api, function):
+    before = api.left
+    api.answers[function] = -1
+    with pytest.raises(OutOfHostMemoryError):
+        staged.staging(1000)
+    api.answers.clear()
+    assert api.left == before
+    assert staged.statistics()["staging_bytes"] == 0
+
+
+def test_too_many_allocations_is_device_memory(staged, api):
+    api.answers["vkAllocateMemory"] = -10
+    with pytest.raises(OutOfDeviceMemoryError, match="larger chunks") as caught:
+        staged.allocate(4096)
+    assert caught.value.needed is not None
+    api.answers.clear()
+
+
+# Losing the device
+
+
+def upload_something(backend):
+    chunk, staging = backend.allocate(4096), backend.staging(4096)
+    return chunk, staging, backend.upload(staging, [Copy(0, chunk, 0, 4096)])
+
+
+def test_a_device_lost_at_submission_takes_no_more_work(staged, api):
+    chunk, staging = staged.allocate(64), staged.staging(64)
+    api.answers["vkQueueSubmit"] = -4
+    with pytest.raises(DeviceLostError, match="likely out of memory or a driver timeout"):
+        staged.upload(staging, [Copy(0, chunk, 0, 64)])
+    api.answers.clear()
+    for work in (
+        lambda: staged.upload(staging, [Copy(0, chunk, 0, 64)]),
+        lambda: staged.read(chunk, 0, np.empty(64, np.uint8)),
+        lambda: staged.allocate(64),
+        lambda: staged.staging(64),
+    ):
+        with pytest.raises(DeviceLostError):
+            work()
+    assert api.called["vkQueueSubmit"] == 1
+    staging.close()
+    chunk.close()
+    assert staged.statistics()["live_bytes"] == 0
+
+
+@pytest.mark.parametrize("method", ["wait", "done"])
+def test_a_device_lost_while_copying(staged, api, method):
+    chunk, staging, ticket = upload_something(staged)
+    api.wait_device_idle(staged.device.handle)  # only the answers are fakes, and nothing may run when all is freed
+    api.answers["vkWaitForFences"] = api.answers["vkGetFenceStatus"] = -4
+    with pytest.raises(DeviceLostError):
+        getattr(ticket, method)()
+    chunk.close()
+    staging.close()
+    assert staged.statistics()["live_bytes"] == 0
+
+
+def test_a_copy_that_hangs_is_a_lost_device_and_its_memory_stays(staged, api):
+    chunk, staging, ticket = upload_something(staged)
+    api.answers.update(vkWaitForFences=2, vkGetFenceStatus=1)
+    assert not ticket.done()
+    with pytest.raises(DeviceLostError, match="within 30 s"):
+        ticket.wait()
+    assert api.called["vkWaitForFences"] == 30
+    with pytest.raises(DeviceLostError):
+        ticket.done()
+    before = api.left
+    chunk.close()
+    staging.close()
+    assert api.left == before, "nothing is freed under a running copy"
+    assert staged.statistics()["live_bytes"] == 4096
+    # It does end at last: closing frees all (and the fixture counts).
+    api.answers.clear()
+    staged.close()
+    assert staged.statistics()["live_bytes"] == 0
+
+
+def test_a_device_that_hangs_to_the_end_is_left_alone():
+    api = CountingVulkan()
+    backend = VulkanBackend(DEVICE, direct=False, api=api)
+    chunk, staging, _ = upload_something(backend)
+    api.answers.update(vkWaitForFences=2, vkGetFenceStatus=1)
+    staging.close()
+    chunk.close()
+    with pytest.warns(ResourceWarning, match="2 copies hang"):
+        backend.close()
+    assert {"Device", "Instance", "Buffer", "Fence"} <= set(api.left)
+
+
+def test_closing_waits_for_the_copy(staged, api):
+    chunk, staging, ticket = upload_something(staged)
+    order = []
+    real = api.call
+    waited = api.wait_fence
+
+    def wait_fence(*arguments):
+        order.append("wait")
+        return waited(*arguments)
+
+    def call(name, *arguments):
+        if name in {"vkFreeMemory", "vkDestroyFence"}:
+            order.append(name)
+        return real(name, *arguments)
+
+    api.wait_fence, api.call = wait_fence, call
+    chunk.close()
+    staging.close()
+    assert order[0] == "wait"
+    assert order.count("vkFreeMemory") == 2
+    assert ticket.done()
+    del api.wait_fence, api.call
+
+
+# Copying
+
+
+def test_copies_and_reads_outside_of_the_memory_are_refused(staged):
+    chunk, staging = staged.allocate(64), staged.staging(32)
+    for copy in (Copy(0, chunk, 33, 32), Copy(1, chunk, 0, 32), Copy(-1, chunk, 0, 2), Copy(0, chunk, -1, 2)):
+        with pytest.raises(ValueError, match="outside"):
+            staged.upload(staging, [copy])
+    with pytest.raises(ValueError, match="chunk of 64"):
+        staged.read(chunk, 60, np.empty(5, np.uint8))
+    chunk.close()
+    staging.close()
+
+
+def test_one_copy_command_for_each_chunk(staged, api):
+    chunks, staging = [staged.allocate(4096) for _ in range(2)], staged.staging(4096)
+    copies = [Copy(64 * i, chunks[i % 2], 64 * i, 64) for i in range(64)]
+    staged.upload(staging, copies).wait()
+    assert api.called["vkCmdCopyBuffer"] == 2
+    assert api.called["vkQueueSubmit"] == 1
+    for resource in (*chunks, staging):
+        resource.close()
+
+
+@pytest.mark.slow
+def test_reads_longer_than_the_read_back_buffer(staged):
+    data = random_bytes(33 * MIB + 5)
+    chunk, staging = staged.allocate(data.size), staged.staging(data.size)
+    np.copyto(staging.view, data)
+    staged.upload(staging, [Copy(0, chunk, 0, data.size)]).wait()
+    np.testing.assert_array_equal(BackendConformance.contents(staged, chunk), data)
+    assert staged.statistics()["read_back_bytes"] == 16 * MIB
+    chunk.close()
+    staging.close()
+
+
+def test_memory_that_is_not_coherent_is_flushed_in_whole_atoms(staged, api, monkeypatch):
+    spans = []
+    for name in ("flush", "invalidate"):
+        real = getattr(api, name)
+
+        def spy(device, memory, offset, nbytes, real=real):
+            spans.append((offset, nbytes))
+            real(device, memory, offset, nbytes)
+
+        monkeypatch.setattr(api, name, spy)
+    kind = replace(staged.record.memory_types[0], coherent=False)
+    memory = HostAllocation(staged.device, 1000, usage=USAGE_READBACK, memory_type=kind)
+    atom = staged.record.limits.non_coherent_atom_size
+    memory.flush(atom + 1, 2)
+    memory.invalidate(999, 1)
+    memory.flush(5, 0)
+    memory.close()
+    assert spans == [(atom, atom), (999 // atom * atom, atom)]
+
+
+def test_threads_wait_for_one_ticket(staged):
+    chunk, staging, ticket = upload_something(staged)
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(ticket.wait) for _ in range(4)]:
+            done.result(10)
+    assert ticket.done()
+    chunk.close()
+    staging.close()
+
+
+def test_callbacks_run_before_the_device_goes(api):
+    order = []
+    backend = VulkanBackend(DEVICE, api=api)
+    backend.on_close(lambda: order.append(("first", api.left["Device"])))
+    backend.on_close(lambda: order.append(("second", api.left["Device"])))
+    backend.close()
+    assert order == [("second", 1), ("first", 1)]
+    with pytest.raises(ClosedError):
+        backend.on_close(order.clear)
+
+
+@pytest.mark.parametrize(
+    ("name", "intent", "layout"),
+    [
+        ("Q4_K", Intent.LINEAR, "planar"),
+        ("Q8_0", Intent.LINEAR | Intent.LOOKUP, "planar"),
+        ("BF16", Intent.LINEAR, "raw"),
+        ("F64", Intent.LINEAR, None),
+        ("I32", Intent.LINEAR, None),
+        ("I32", Intent.BINDABLE, "raw"),
+        ("Q8_0", Intent.BINDABLE, "planar"),
+        ("Q8_0", Intent.LOOKUP, None),
+        ("F32", Intent.LOOKUP, None),
+    ],
+)
+def test_resolve(staged, name, intent, layout):
+    found = staged.resolve(BY_NAME[name], (8, 256), intent)
+    assert (found.name if found else None) == layout
+
+
+# Result codes
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        (-1, OutOfHostMemoryError),
+        (-2, OutOfDeviceMemoryError),
+        (-3, BackendUnavailableError),
+        (-4, DeviceLostError),
+        (-5, OutOfHostMemoryError),
+        (-6, BackendUnavailableError),
+        (-7, UnsupportedByDeviceError),
+        (-8, UnsupportedByDeviceError),
+        (-9, BackendUnavailableError),
+        (-10, OutOfDeviceMemoryError),
+        (-13, DeviceError),
+        (-1000069000, DeviceError),
+        (-987654321, DeviceError),
+    ],
+)
+def test_result_codes_become_typed_errors(code, error):
+    found = from_result("vkSomething", code, needed=12345)
+    assert type(found) is error
+    assert f"({code})" in str(found)
+    assert "vkSomething" in str(found)
+    assert found.remedy
+
+
+def test_unknown_codes_are_explained():
+    assert "not in the specification" in explain(-987654321)
+
+
+# Pure choices, on records that no machine here has
+
+
+def record(
+    heaps: list[MemoryHeap] | None = None, types: list[MemoryType] | None = None, **changes: object
+) -> DeviceRecord:
+    """A discrete GPU of 8 GiB without resizable BAR, but for ``changes`` to the record or to its limits."""
+    limits = Limits(
+        max_storage_buffer_range=4 * GIB - 1,
+        max_memory_allocation_size=4 * GIB,
+        max_memory_allocation_count=4096,
+        max_buffer_size=None,
+        min_storage_buffer_offset_alignment=16,
+        optimal_buffer_copy_offset_alignment=1,
+        non_coherent_atom_size=64,
+        max_push_constants_size=128,
+        max_compute_shared_memory_size=32768,
+        max_compute_work_group_count=(65535, 65535, 65535),
+        max_compute_work_group_size=(1024, 1024, 64),
+        max_compute_work_group_invocations=1024,
+        subgroup_size=32,
+        subgroup_compute_operations=0xFF,
+        min_subgroup_size=32,
+        max_subgroup_size=32,
+        min_imported_host_pointer_alignment=None,
+    )
+    for name in [name for name in changes if hasattr(limits, name)]:
+        limits = replace(limits, **{name: changes.pop(name)})
+    base = DeviceRecord(
+        index=0,
+        name="Fake GPU",
+        kind="discrete",
+        driver="fake",
+        vendor_id=0,
+        api_version=(1, 3, 0),
+        heaps=tuple(heaps or [LOCAL_8, HOST_32, BAR]),
+        memory_types=tuple(types or [ON_GPU, ON_HOST, ON_HOST_CACHED, ON_BAR]),
+        queue_families=(QueueFamily(index=0, count=1, graphics=True, compute=True, transfer=True),),
+        limits=limits,
+        features=Features(),
+        extensions=frozenset({"VK_EXT_memory_budget"}),
+    )
+    return replace(base, **changes)
+
+
+LOCAL_8 = MemoryHeap(size=8 * GIB, device_local=True, budget=7 * GIB, usage=0)
+HOST_32 = MemoryHeap(size=32 * GIB, device_local=False, budget=30 * GIB, usage=0)
+BAR = MemoryHeap(size=256 * MIB, device_local=True, budget=200 * MIB, usage=0)
+ON_GPU = MemoryType(index=0, heap=0, device_local=True)
+ON_HOST = MemoryType(index=1, heap=1, host_visible=True, coherent=True)
+ON_HOST_CACHED = MemoryType(index=2, heap=1, host_visible=True, coherent=True, cached=True)
+ON_BAR = MemoryType(index=3, heap=2, device_local=True, host_visible=True, coherent=True)
+ON_REBAR = MemoryType(index=4, heap=0, device_local=True, host_visible=True, coherent=True)
+
+
+def test_the_window_of_256_mib_is_no_arena():
+    found = plan_memory(record(), direct=None)
+    assert found.arena is ON_GPU
+    assert not found.arena_mapped
+    assert found.staging is ON_HOST_CACHED
+    assert found.capabilities.memory == "discrete"
+    assert found.capabilities.budget_bytes == 7 * GIB
+    with pytest.raises(OptionError, match=r"8,589,934,592 bytes.*Resizable BAR"):
+        plan_memory(record(), direct=True)
+
+
+def test_the_order_of_types_and_heaps_does_not_matter():
+    types = [ON_BAR, ON_HOST_CACHED, ON_GPU]
+    assert plan_memory(record(types=types), direct=None).arena is ON_GPU
+
+
+def test_resizable_bar_is_filled_in_place_unless_staging_is_forced():
+    rebar = record(types=[ON_GPU, ON_HOST, ON_HOST_CACHED, ON_REBAR])
+    found = plan_memory(rebar, direct=None)
+    assert found.arena is ON_REBAR
+    assert found.arena_mapped
+    assert found.staging is ON_HOST_CACHED
+    forced = plan_memory(rebar, direct=False)
+    assert forced.arena is ON_GPU
+    assert not forced.arena_mapped
+
+
+def test_types_that_buffers_may_not_use_are_passed_over():
+    rebar = record(types=[ON_GPU, ON_HOST, ON_HOST_CACHED, ON_REBAR])
+    found = plan_memory(rebar, direct=None, arena_bits=0b00001, staging_bits=0b00010)
+    assert (found.arena, found.staging) == (ON_GPU, ON_HOST)
+    with pytest.raises(UnsupportedByDeviceError):
+        plan_memory(rebar, direct=None, arena_bits=0)
+
+
+def test_unified_memory_without_coherence_is_aligned_to_atoms():
+    kind = MemoryType(index=0, heap=0, device_local=True, host_visible=True, cached=True)
+    found = plan_memory(
+        record(heaps=[LOCAL_8], types=[kind], kind="integrated", non_coherent_atom_size=256), direct=None
+    )
+    assert found.arena_mapped
+    assert found.capabilities.memory == "unified"
+    assert found.capabilities.slice_alignment == 256
+
+
+@pytest.mark.parametrize(
+    ("changes", "largest"),
+    [
+        ({"max_memory_allocation_size": 2 * GIB}, 2 * GIB),
+        ({"max_memory_allocation_size": 64 * GIB}, 7 * GIB),
+        ({"max_buffer_size": GIB + 7}, GIB),
+        ({"max_memory_allocation_size": 4096}, 4096),
+        ({"heaps": [replace(LOCAL_8, budget=None), HOST_32, BAR], "max_memory_allocation_size": 64 * GIB}, 8 * GIB),
+        ({"heaps": [replace(LOCAL_8, usage=6 * GIB), HOST_32, BAR]}, GIB),
+    ],
+)
+def test_the_largest_chunk_is_the_least_of_all_limits(changes, largest):
+    found = plan_memory(record(**changes), direct=None).capabilities
+    assert found.max_chunk_bytes == largest
+    assert found.chunk_bytes == min(256 * MIB, largest)
+
+
+@pytest.mark.parametrize(("storage", "copy", "alignment"), [(16, 1, 16), (4, 1, 16), (256, 64, 256), (48, 64, 192)])
+def test_slices_are_aligned_to_every_limit(storage, copy, alignment):
+    fake = record(min_storage_buffer_offset_alignment=storage, optimal_buffer_copy_offset_alignment=copy)
+    assert plan_memory(fake, direct=None).capabilities.slice_alignment == alignment
+
+
+def test_used_up_memory_is_never_negative():
+    heap = replace(LOCAL_8, budget=GIB, usage=3 * GIB)
+    found = plan_memory(record(heaps=[heap, HOST_32, BAR]), direct=None).capabilities
+    assert found.budget_bytes == 0
+    assert found.max_chunk_bytes == found.slice_alignment
+
+
+def test_allocation_asks_for_the_budget_first(staged, api, monkeypatch):
+    heap = replace(staged.record.heaps[0], budget=10_000, usage=4_000)
+    monkeypatch.setattr(staged.device, "heaps", lambda: (heap,))
+    before = api.called["vkAllocateMemory"]
+    with pytest.raises(OutOfDeviceMemoryError) as caught:
+        staged.allocate(6_001)
+    assert (caught.value.needed, caught.value.available) == (6_001, 6_000)
+    assert api.called["vkAllocateMemory"] == before
+
+
+def test_real_gpus_go_before_others():
+    kinds = ("cpu", "virtual", "integrated", "discrete", "discrete")
+    records = [record(index=i, kind=kind, name=f"gpu {i}") for i, kind in enumerate(kinds)]
+    assert choose_device(records, None).index == 3
+    assert choose_device(records[:3], None).index == 2
+    assert choose_device(records, "GPU 0").index == 0
+    assert choose_device(records, "4").index == 4
+    with pytest.raises(NoDeviceError, match="no GPU found"):
+        choose_device(records[:1], None)
+    with pytest.raises(NoDeviceError, match="no device at all"):
+        choose_device([], None)
+
+
+def test_unusable_devices_are_not_chosen():
+    old = record(api_version=(1, 0, 0))
+    blind = record(queue_families=(QueueFamily(index=0, count=1, graphics=False, compute=False, transfer=True),))
+    for fake in (old, blind):
+        assert not fake.usable
+        assert fake.lacks
+        with pytest.raises(NoDeviceError):
+            choose_device([fake], None)
+
+
+def test_a_copy_engine_has_its_own_queue():
+    def family(index, flags):
+        return QueueFamily(index=index, count=1, graphics="g" in flags, compute="c" in flags, transfer="t" in flags)
+
+    nvidia = record(queue_families=(family(0, "gct"), family(1, "t"), family(2, "ct")))
+    assert (nvidia.compute_family, nvidia.transfer_family) == (2, 1)
+    intel = record(queue_families=(family(0, "gct"),))
+    assert (intel.compute_family, intel.transfer_family) == (0, 0)
+
+
+# Machines without Vulkan
+
+
+def test_a_missing_loader_is_named_with_its_package(tmp_path, monkeypatch):
+    (tmp_path / "vulkan").mkdir()
+    (tmp_path / "vulkan" / "__init__.py").write_text("import ctypes\nctypes.CDLL('libvulkan-absent.so.1')\n")
+    monkeypatch.delitem(sys.modules, "vulkan")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(BackendUnavailableError, match="apt install libvulkan1"):
+        Vulkan()
+    name, reason = registry.choose_auto()
+    assert name == "cpu"
+    assert "libvulkan-absent" in reason
+
+
+@pytest.mark.slow
+def test_a_machine_without_drivers():
+    code = (
+        "from ggufstream.backends.registry import *\n"
+        "from ggufstream.errors import *\n"
+        "print(choose_auto()[0])\n"
+        "print({d['name']: d for d in describe_backends()}['vulkan']['available'])\n"
+        "try:\n    open_backend('vulkan')\n"
+        "except (BackendUnavailableError, NoDeviceError) as error:\n    print(error)\n"
+    )
+    environment = {"VK_ICD_FILENAMES": "/nonexistent", "VK_DRIVER_FILES": "/nonexistent", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    lines = done.stdout.splitlines()
+    assert lines[:2] == ["cpu", "False"], done.stderr
+    assert "apt install mesa-vulkan-drivers" in lines[2]
