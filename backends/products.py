@@ -112,4 +112,4 @@ def multiply_in_order(x: _Floats, w: _Floats) -> _Floats:
 def multiply_with_blas(x: _Floats, w: _Floats) -> _Floats:
     """Float32 by BLAS: fast, in whatever order it likes."""
     with np.errstate(invalid="ignore", over="ignore"):
-        return x @ w.T
+        return (w @ x.T).T  # up to twice as fast as x @ w.T, whose large operand is the transposed one

@@ -17,8 +17,8 @@ void decode(uint row, uint column, uint part, out vec4 w[VECTORS]) {
     const float d = half_at(0, block) * (float(low | high << 4) - 32.0);
     for (uint i = 0; i < 2; ++i) {
         const uint qs = word_at(3, block * 32 + part * 2 + i);
-        w[i] = d * iq4_levels(qs);
-        w[i + 2] = d * iq4_levels(qs >> 4);
+        w[i] = d * levels(IQ4, qs);
+        w[i + 2] = d * levels(IQ4, qs >> 4);
     }
 }
 

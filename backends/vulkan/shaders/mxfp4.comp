@@ -17,8 +17,8 @@ void decode(uint row, uint column, uint part, out vec4 w[VECTORS]) {
     for (uint i = 0; i < 2; ++i) {
         const uint j = part * 2 + i;
         const uint qs = word_at(1, block * 4 + j);
-        w[i] = d * e2m1_levels(qs);
-        w[i + 2] = d * e2m1_levels(qs >> 4);
+        w[i] = d * levels(E2M1, qs);
+        w[i + 2] = d * levels(E2M1, qs >> 4);
     }
 }
 
