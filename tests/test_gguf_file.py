@@ -187,6 +187,10 @@ def test_odd_bool_bytes_are_true() -> None:
     assert list(metadata["k"]) == [False, True, True]  # type: ignore[call-overload]
 
 
+def test_a_string_that_is_not_utf8_stays_bytes() -> None:
+    assert feed(gb.build(pairs=[gb.pair("k", gb.STRING, gb.text(b"a\xff"))])).metadata["k"] == b"a\xff"
+
+
 def nested(depth: int) -> bytes:
     return gb.pair("t.deep", gb.ARRAY, gb.array(gb.ARRAY, 1) * (depth - 1) + gb.array(gb.U8, 1, b"\1"))
 
@@ -397,6 +401,23 @@ def test_zero_sized_tensors_never_overlap() -> None:
     header = feed(raw + bytes(32))
     assert [t.nbytes for t in header.tensors] == [32, 0, 0, 32, 0]
     fails(raw, TruncatedFileError, "end")
+
+
+def test_trailing_ones_stay() -> None:
+    tensor = feed(gb.build([gb.Tensor(dims=(8, 1, 1, 1), data=bytes(32))])).tensors[0]
+    assert (tensor.dims, tensor.shape, tensor.rows) == ((8, 1, 1, 1), (1, 1, 1, 8), 1)
+
+
+def test_gaps_and_any_order_are_fine() -> None:
+    header = feed(gb.build([gb.f32("late", offset=320), gb.f32("early", offset=64)]))
+    assert [t.name for t in header.tensors] == ["early", "late"]
+
+
+def test_a_region_smaller_than_its_tensor_is_an_overlap() -> None:
+    q4_1 = [gb.Tensor(name=f"w{i}", dims=(32, 8), type_id=3, offset=160 * i, data=bytes(160)) for i in range(2)]
+    assert [t.nbytes for t in feed(gb.build(q4_1)).tensors] == [160, 160]
+    q4_0_size = [gb.Tensor(name=f"w{i}", dims=(32, 16), type_id=3, offset=288 * i, data=bytes(320)) for i in range(2)]
+    fails(gb.build(q4_0_size), MalformedFileError, "w0", "w1", "overlap")
 
 
 def test_zero_sized_tensor_in_padding_that_is_not_there() -> None:
