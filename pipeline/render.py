@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console, JustifyMethod, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -21,6 +21,8 @@ _PIPE_WIDTH = 1000
 """Columns where stdout is no terminal: nothing is cut, so that `grep` finds whole names."""
 _TEXT_LIMIT = 200
 _PANEL_WIDTH = 100
+_NARROW = 105
+"""Columns that a whole row of a plan takes."""
 
 
 class _Output(Console):
@@ -40,24 +42,19 @@ class _Output(Console):
         sys.stdout.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
 
 
-def _table(*columns: str, right: Iterable[str] = (), elastic: str = "", title: str | None = None) -> Table:
-    """A table whose ``elastic`` column gives way on a narrow terminal."""
-    table = Table(
-        box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, title=title, title_justify="left", title_style="bold"
-    )
-    for name in columns:
-        justify = "right" if name in right else "left"
-        gives_way = name == elastic
-        table.add_column(
-            name,
-            justify=justify,  # type: ignore[arg-type] # the conditional widens to str
-            no_wrap=True,
-            overflow="ellipsis",
-            ratio=None,
-            min_width=12 if gives_way else len(name),
-            style="" if name != "reason" else "dim",
-        )
+def _table(*columns: str, right: Iterable[str] = (), title: str | None = None) -> Table:
+    """A table whose first column alone gives way on a narrow terminal."""
+    table = Table(box=None, padding=(0, 2, 0, 0), title=title, title_justify="left", title_style="bold")
+    for position, name in enumerate(columns):
+        justify: JustifyMethod = "right" if name in right else "left"
+        style = "dim" if name == "reason" else ""
+        table.add_column(name, justify=justify, no_wrap=position > 0, style=style, header_style="bold cyan")
     return table
+
+
+def _name(text: str) -> Text:
+    """Cut at the end where the column is too narrow; never broken into lines."""
+    return Text(printable(text), no_wrap=True, overflow="ellipsis")
 
 
 def _facts() -> Table:
@@ -68,7 +65,7 @@ def _facts() -> Table:
 
 
 def _shape(shape: Sequence[int]) -> str:
-    return " × ".join(map(str, shape)) if shape else "scalar"
+    return "×".join(map(str, shape)) if shape else "scalar"
 
 
 def _seconds(value: float) -> str:
@@ -99,12 +96,13 @@ def show_inspect(found: Mapping[str, Any]) -> None:
         facts.add_row(Text("warning", "yellow"), printable(warning))
     console.show(facts)
     metadata = _table("key", "value", title="metadata")
+    metadata.columns[0].no_wrap, metadata.columns[1].no_wrap = True, False
     for key, value in found["metadata"].items():
-        metadata.add_row(printable(key), _value(value))
+        metadata.add_row(printable(key), _name(_value(value)))
     tensors = _table("name", "type", "shape", "offset", "bytes", right=("shape", "offset", "bytes"), title="tensors")
     for t in found["tensors"]:
         cells = (t["type"], _shape(t["shape"]), f"{t['offset']:,}", f"{t['bytes']:,}")
-        tensors.add_row(printable(t["name"]), *cells)
+        tensors.add_row(_name(t["name"]), *cells)
     types = _table("type", "tensors", "bytes", "size", right=("tensors", "bytes", "size"), title="types")
     for name, total in found["types"].items():
         types.add_row(name, str(total["tensors"]), f"{total['bytes']:,}", human_bytes(total["bytes"]))
@@ -126,22 +124,36 @@ def _model(found: Mapping[str, Any]) -> str:
 
 def show_plan(found: Mapping[str, Any]) -> None:
     console = _Output()
-    columns = ["name", "type", "shape", "intent", "layout", "placement", "file", "device"]
-    if any(t["reason"] for t in found["tensors"]):
-        columns.append("reason")
-    table = _table(*columns, right=("shape", "file", "device"), elastic="reason")
-    for t in found["tensors"]:
-        sizes = (human_bytes(t["file_bytes"]), human_bytes(t["device_bytes"]) if t["device_bytes"] else "–")
-        cells = (t["type"], _shape(t["shape"]), t["intent"], t["layout"], t["placement"], *sizes)
-        table.add_row(printable(t["name"]), *cells, *([printable(t["reason"])] if "reason" in columns else []))
+    narrow = console.width < _NARROW
+    cells: dict[str, Callable[[Mapping[str, Any]], RenderableType]] = {
+        "name": lambda t: _name(t["name"]),
+        "type": lambda t: t["type"],
+        "shape": lambda t: _shape(t["shape"]),
+        "intent": lambda t: t["intent"],
+        "layout": lambda t: t["layout"],
+        "placement": lambda t: t["placement"],
+        "file": lambda t: human_bytes(t["file_bytes"]),
+        "device": lambda t: human_bytes(t["device_bytes"]) if t["device_bytes"] else "–",
+        "reason": lambda t: printable(t["reason"]),
+    }
+    reasons = [{"tensor": t["name"], "reason": t["reason"]} for t in found["tensors"] if t["reason"]]
+    hidden = {"shape", "file", "reason"} if narrow else set() if reasons else {"reason"}
+    shown = [name for name in cells if name not in hidden]
+    table = _table(*shown, right=("shape", "file", "device"))
+    for tensor in found["tensors"]:
+        table.add_row(*(cells[name](tensor) for name in shown))
     console.show(table)
+    console.show()
     arenas = _table("arena", "planned", "bytes", "slices", right=("planned", "bytes", "slices"))
     for arena in found["arenas"]:
         planned = arena["planned_bytes"]
-        arenas.add_row(printable(arena["name"]), human_bytes(planned), f"{planned:,}", str(arena.get("slices", "")))
+        if planned:
+            arenas.add_row(printable(arena["name"]), human_bytes(planned), f"{planned:,}", str(arena.get("slices", "")))
     console.show(arenas)
-    for reason, names in _by_reason(found.get("fallbacks", ())).items():
-        console.show(Text(f"{len(names)} × {reason}: {_some(names)}", "yellow"))
+    console.show()
+    fallbacks = {fallback["reason"] for fallback in found["fallbacks"]}
+    for reason, names in _by_reason(reasons if narrow else found["fallbacks"]).items():
+        console.show(Text(f"{len(names)} × {reason}: {_some(names)}", "yellow" if reason in fallbacks else "dim"))
     console.show(_budget_line(found))
 
 
