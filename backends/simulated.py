@@ -21,6 +21,7 @@ from ggufstream.backends.base import Backend, Capabilities, Chunk, Copy, Intent,
 from ggufstream.backends.host_memory import Counter, HostChunk, HostStaging
 from ggufstream.backends.products import linear_by_decoding, multiply_with_blas
 from ggufstream.errors import DeviceLostError, OptionError, OutOfDeviceMemoryError, UnsupportedByDeviceError
+from ggufstream.file_bytes import pread_into
 from ggufstream.ggml_types import GGMLType
 from ggufstream.layouts import Bytes, Layout, Planar, Raw
 
@@ -91,9 +92,7 @@ class _DeviceChunk(Chunk):
             offset, source = offset + count, source[count:]
 
     def read(self, offset: int, destination: Bytes) -> None:
-        while destination.size:
-            count = os.preadv(self._descriptor, [destination.data], offset)
-            offset, destination = offset + count, destination[count:]
+        pread_into(self._descriptor, [destination], offset)
 
     def close(self) -> None:
         if self._descriptor >= 0:

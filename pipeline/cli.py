@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ggufstream.errors import GGUFStreamError
-from ggufstream.terminal import Interrupted
+from ggufstream.terminal import Interrupted, OutputError
 
 __all__ = ["main"]
 
@@ -37,13 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # a name that the terminal's encoding lacks is escaped, never an exception
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+    code = _run(arguments)
     try:
-        code = _run(arguments)
         sys.stdout.flush()
-    except BrokenPipeError:
-        return _reader_is_gone()
-    except OSError as error:
-        return _fail(error, f"cannot write the output: {error.strerror}", 1, arguments)
+    except OSError:
+        _discard_stdout()
     return code
 
 
@@ -67,7 +65,10 @@ def _run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt as error:
         return _fail(error, "interrupted", 128 + signal.SIGINT, arguments)
     except BrokenPipeError:
-        raise
+        return _discard_stdout()
+    except OutputError as error:
+        _discard_stdout()
+        return _fail(error, str(error), 1, arguments)
     except MemoryError as error:
         return _fail(error, "the host is out of memory. Close other programs, or give less --staging", 4, arguments)
     except Exception as error:  # noqa: BLE001 - the last line of defence: a person gets a sentence, not a traceback
@@ -89,7 +90,6 @@ def _unexpected(error: Exception, arguments: Sequence[str]) -> int:
 
 def _fail(error: BaseException, message: str, code: int, arguments: Sequence[str]) -> int:
     """Say what went wrong: one line on stderr, and an object on stdout where JSON was asked for."""
-    # what a shell printed before, or nothing: never an error about the error
     try:
         print(f"error: {_one_line(message)}", file=sys.stderr, flush=True)
         if "--json" in arguments:
@@ -100,7 +100,7 @@ def _fail(error: BaseException, message: str, code: int, arguments: Sequence[str
             body = {"type": type(error).__name__, "message": message, "exit_code": code, **known}
             print(json.dumps({"error": body}), flush=True)
     except OSError:
-        return code if not isinstance(error, OSError) else 1
+        _discard_stdout()  # an error about the error helps nobody
     return code
 
 
@@ -113,8 +113,8 @@ def _one_line(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
-def _reader_is_gone() -> int:
-    """Whoever read stdout has left (``| head``): end quietly, and keep the interpreter from flushing again."""
+def _discard_stdout() -> int:
+    """Whoever read stdout has left (``| head``), or the disk is full: keep the interpreter from flushing again."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)

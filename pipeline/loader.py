@@ -105,7 +105,7 @@ class _Load:
         for sink in list(self._sinks):
             try:
                 sink(event)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - a sink is the caller's code, and only its own affair
                 self._sinks.remove(sink)
                 self._log.sink_failed(event.load_id, repr(sink), error)
 

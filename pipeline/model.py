@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -16,10 +16,9 @@ from ggufstream.backends.base import Backend, Slice
 from ggufstream.errors import (
     ClosedError,
     OptionError,
-    TruncatedFileError,
-    UnreadableFileError,
     UnsupportedByDeviceError,
 )
+from ggufstream.file_bytes import read_exactly
 from ggufstream.ggml_types import GGMLType
 from ggufstream.gguf_file import FileIndex
 from ggufstream.layouts import Bytes, Layout
@@ -45,6 +44,119 @@ _WINDOW_BYTES = 8 << 20
 _T = TypeVar("_T")
 
 
+class _Storage:
+    """What the weights of a model share: where their bytes lie, and whether the model is open. One a model."""
+
+    def __init__(
+        self,
+        *,
+        index: FileIndex,
+        plan: LoadPlan,
+        backend: Backend,
+        arenas: Mapping[str, Arena],
+        descriptors: Mapping[int, int],
+        close: Callable[[], None],
+    ) -> None:
+        self.plan = plan
+        self.backend = backend
+        self._index = index
+        self._arenas = arenas
+        self._descriptors = descriptors
+        self._close: Callable[[], None] | None = close
+        self._running = 0
+        self._idle = anyio.Event()
+
+    @property
+    def is_open(self) -> bool:
+        return self._close is not None
+
+    def slices(self, entry: PlanEntry) -> tuple[Slice, ...]:
+        """Where the slices of a tensor lie, in row order."""
+        arena = self._arenas[HOST if entry.placement is Placement.HOST else DEVICE]
+        result = []
+        for part in entry.slices:
+            chunk, offset = arena.place(part.index)
+            result.append(
+                Slice(chunk=chunk, offset=offset, nbytes=part.nbytes, extent=part.extent, layout=entry.layout)
+            )
+        return tuple(result)
+
+    async def run(self, work: Callable[[], _T]) -> _T:
+        """Run ``work`` in a worker thread; ``aclose`` waits for it."""
+        self.check_open()
+        self._running += 1
+        try:
+            return await anyio.to_thread.run_sync(work)
+        finally:
+            self._running -= 1
+            if self._running == 0:
+                self._idle.set()
+                self._idle = anyio.Event()
+
+    def check_open(self) -> None:
+        """Raise ``ClosedError`` if the model is closed."""
+        if self._close is None:
+            raise ClosedError(f"the model of {self._index.path} is closed", remedy="Load it again")
+
+    def read_slice(self, placement: Placement, place: Slice, offset: int, destination: Bytes) -> None:
+        """Copy from a slice into host memory. Blocks."""
+        if placement is Placement.HOST:
+            assert place.chunk.view is not None
+            np.copyto(destination, place.chunk.view[place.offset + offset : place.offset + offset + destination.size])
+        else:
+            self.backend.read(place.chunk, place.offset + offset, destination)
+
+    def read_file(self, entry: PlanEntry, offset: int, destination: Bytes) -> None:
+        """Read bytes of a tensor that stays in the file. Blocks."""
+        tensor = entry.tensor
+        path = self._index.shards[tensor.shard].path
+        read_exactly(
+            self._descriptors[tensor.shard], destination, tensor.offset + offset, file=path, tensor=tensor.name
+        )
+
+    def host_memory(self, weight: Weight) -> Bytes:
+        """The bytes of a weight that lies in one slice of host memory, read-only.
+
+        Raises:
+            BufferError: They lie elsewhere.
+        """
+        on_host = weight.placement is Placement.HOST or self.plan.capabilities.memory == "host"
+        slices = weight.slices
+        if weight.placement is Placement.ROWS:
+            raise BufferError(f"{weight.name} stays in the file; use read()")
+        if not on_host or len(slices) != 1 or slices[0].chunk.view is None:
+            where = ", ".join(f"handle {s.chunk.handle:#x} offset {s.offset} size {s.nbytes}" for s in slices)
+            raise BufferError(f"{weight.name} is on {self.plan.capabilities.device}: {where}; use read() or slices")
+        memory = slices[0].chunk.view[slices[0].offset : slices[0].offset + slices[0].nbytes]
+        memory.flags.writeable = False
+        return memory
+
+    def statistics(self) -> dict[str, Any]:
+        """Bytes of each arena, calls that are running, and the backend's counters."""
+        return {
+            "arenas": {
+                name: {
+                    "planned_bytes": arena.planned_bytes,
+                    "used_bytes": arena.used_bytes,
+                    "allocated_bytes": arena.allocated_bytes,
+                    "chunks": len(arena.chunks),
+                }
+                for name, arena in self._arenas.items()
+            },
+            "running": self._running,
+            "backend": self.backend.statistics(),
+        }
+
+    async def aclose(self) -> None:
+        """Wait for calls that are running, then free everything. A second call does nothing."""
+        close, self._close = self._close, None
+        if close is not None:
+            with anyio.CancelScope(shield=True):
+                while self._running:
+                    await self._idle.wait()
+                await anyio.to_thread.run_sync(close)
+
+
 class Weight:
     """One tensor of a model.
 
@@ -53,10 +165,10 @@ class Weight:
     says where the bytes lie.
     """
 
-    def __init__(self, model: Model, entry: PlanEntry, slices: Sequence[Slice]) -> None:
-        self._model = model
+    def __init__(self, storage: _Storage, entry: PlanEntry) -> None:
+        self._storage = storage
         self._entry = entry
-        self._slices = tuple(slices)
+        self._slices = storage.slices(entry)
 
     @property
     def name(self) -> str:
@@ -96,7 +208,7 @@ class Weight:
         Raises:
             ClosedError: The model is closed.
         """
-        self._model._check_open()
+        self._storage.check_open()
         return self._slices
 
     async def read(self) -> bytes:
@@ -122,13 +234,13 @@ class Weight:
 
         Where the layout keeps several blocks together (``Layout.granule``), ask for whole granules.
         """
-        return await self._model._run(lambda: self._read_blocks(first, count))
+        return await self._storage.run(lambda: self._read_blocks(first, count))
 
     def _read_blocks(self, first: int, count: int) -> Bytes:
         size = self.type.block_bytes
         result = np.empty(count * size, np.uint8)
         if self.placement is Placement.ROWS:
-            self._model._read_file(self._entry, first * size, result)
+            self._storage.read_file(self._entry, first * size, result)
             return result
         for part, place in zip(self._entry.slices, self._slices, strict=True):
             begin, end = max(first, part.first_block), min(first + count, part.first_block + part.extent.blocks)
@@ -137,7 +249,7 @@ class Weight:
                 runs = []
                 for run in self.layout.runs(part.extent, begin - part.first_block, end - begin):
                     packed = np.empty(run.nbytes, np.uint8)
-                    self._model._read_slice(self.placement, place, run.offset, packed)
+                    self._storage.read_slice(self.placement, place, run.offset, packed)
                     runs.append(packed)
                 self.layout.unpack(part.extent, runs, window)
         return result
@@ -153,7 +265,7 @@ class Weight:
         """
         if self.nbytes == 0:
             return np.empty(self.shape, np.uint8)
-        memory = self._model._host_memory(self)
+        memory = self._storage.host_memory(self)
         if self.layout.name == "f32":
             return memory.view("<f4").reshape(self.shape)
         if self.layout.name == "raw" and self.type.name in _NUMPY_TYPES:
@@ -198,25 +310,10 @@ class Model(Mapping[str, Weight]):
         self.plan = plan
         self.report = report
         self.backend = backend
-        self._arenas = arenas
-        self._descriptors = descriptors
-        self._close: Callable[[], None] | None = close
-        self._running = 0
-        self._idle = anyio.Event()
-        self._weights = {entry.tensor.name: Weight(self, entry, self._slices(entry)) for entry in plan.entries}
-
-    def _slices(self, entry: PlanEntry) -> list[Slice]:
-        arena = self._arenas[HOST if entry.placement is Placement.HOST else DEVICE]
-        return [
-            Slice(
-                chunk=arena.place(part.index).chunk,
-                offset=arena.place(part.index).offset,
-                nbytes=part.nbytes,
-                extent=part.extent,
-                layout=entry.layout,
-            )
-            for part in entry.slices
-        ]
+        self._storage = _Storage(
+            index=index, plan=plan, backend=backend, arenas=arenas, descriptors=descriptors, close=close
+        )
+        self._weights = {entry.tensor.name: Weight(self._storage, entry) for entry in plan.entries}
 
     def __getitem__(self, name: str) -> Weight:
         """The weight of that name.
@@ -268,103 +365,16 @@ class Model(Mapping[str, Weight]):
                 remedy="See the reason in the plan",
             )
         slices, rows = weight.slices, batch.reshape(-1, n_in)
-        result = await self._run(lambda: self.backend.linear(slices, rows))
+        result = await self._storage.run(lambda: self.backend.linear(slices, rows))
         return result.reshape(*batch.shape[:-1], -1)
-
-    async def _run(self, work: Callable[[], _T]) -> _T:
-        """Run ``work`` in a worker thread; ``aclose`` waits for it."""
-        self._check_open()
-        self._running += 1
-        try:
-            return await anyio.to_thread.run_sync(work)
-        finally:
-            self._running -= 1
-            if self._running == 0:
-                self._idle.set()
-                self._idle = anyio.Event()
-
-    def _check_open(self) -> None:
-        """Raise ``ClosedError`` if the model is closed."""
-        if self._close is None:
-            raise ClosedError(f"the model of {self.index.path} is closed", remedy="Load it again")
-
-    def _read_slice(self, placement: Placement, place: Slice, offset: int, destination: Bytes) -> None:
-        """Copy from a slice into host memory. Blocks."""
-        if placement is Placement.HOST:
-            assert place.chunk.view is not None
-            np.copyto(destination, place.chunk.view[place.offset + offset : place.offset + offset + destination.size])
-        else:
-            self.backend.read(place.chunk, place.offset + offset, destination)
-
-    def _read_file(self, entry: PlanEntry, offset: int, destination: Bytes) -> None:
-        """Read bytes of a tensor that stays in the file. Blocks."""
-        tensor = entry.tensor
-        path = self.index.shards[tensor.shard].path
-        position = 0
-        while position < destination.size:
-            at = tensor.offset + offset + position
-            try:
-                count = os.preadv(self._descriptors[tensor.shard], [destination[position:].data], at)
-            except OSError as error:
-                raise UnreadableFileError(
-                    f"read error at byte {at:,}, in {tensor.name} ({error.strerror})",
-                    file=path,
-                    tensor=tensor.name,
-                    offset=at,
-                    errno=error.errno,
-                    remedy="Check the disk or the network mount",
-                ) from None
-            if count == 0:
-                raise TruncatedFileError(
-                    f"ends at byte {at:,}, in {tensor.name}: it was truncated after loading",
-                    file=path,
-                    tensor=tensor.name,
-                    offset=at,
-                    remedy="Load it again from a whole file",
-                )
-            position += count
-
-    def _host_memory(self, weight: Weight) -> Bytes:
-        """The bytes of a weight that lies in one slice of host memory, read-only.
-
-        Raises:
-            BufferError: They lie elsewhere.
-        """
-        on_host = weight.placement is Placement.HOST or self.plan.capabilities.memory == "host"
-        slices = weight.slices
-        if weight.placement is Placement.ROWS:
-            raise BufferError(f"{weight.name} stays in the file; use read()")
-        if not on_host or len(slices) != 1 or slices[0].chunk.view is None:
-            where = ", ".join(f"handle {s.chunk.handle:#x} offset {s.offset} size {s.nbytes}" for s in slices)
-            raise BufferError(f"{weight.name} is on {self.plan.capabilities.device}: {where}; use read() or slices")
-        memory = slices[0].chunk.view[slices[0].offset : slices[0].offset + slices[0].nbytes]
-        memory.flags.writeable = False
-        return memory
 
     def statistics(self) -> dict[str, Any]:
         """Bytes of each arena, calls that are running, and the backend's counters."""
-        return {
-            "arenas": {
-                name: {
-                    "planned_bytes": arena.planned_bytes,
-                    "used_bytes": arena.used_bytes,
-                    "allocated_bytes": arena.allocated_bytes,
-                    "chunks": len(arena.chunks),
-                }
-                for name, arena in self._arenas.items()
-            },
-            "running": self._running,
-            "backend": self.backend.statistics(),
-        }
+        return self._storage.statistics()
 
     async def aclose(self) -> None:
         """Wait for calls that are running, then free everything. A second call does nothing."""
-        close, self._close = self._close, None
-        if close is not None:
-            with anyio.CancelScope(shield=True):
-                while self._running:
-                    await self._idle.wait()
-                await anyio.to_thread.run_sync(close)
+        await self._storage.aclose()
 
     async def __aenter__(self) -> Self:
         return self
@@ -374,6 +384,10 @@ class Model(Mapping[str, Weight]):
     ) -> None:
         await self.aclose()
 
+    def __del__(self) -> None:
+        if hasattr(self, "_storage") and self._storage.is_open:
+            warnings.warn(f"{self!r} was not closed: call aclose() or use async with", ResourceWarning, stacklevel=2)
+
     def __repr__(self) -> str:
-        state = "" if self._close is not None else ", closed"
+        state = "" if self._storage.is_open else ", closed"
         return f"<Model {self.index.path!r}: {len(self)} weights on {self.plan.capabilities.device}{state}>"

@@ -12,16 +12,16 @@ no such window.
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ggufstream.errors import FileChangedError, FileError, TruncatedFileError, UnreadableFileError
+from ggufstream.file_bytes import pread_into, read_error
 from ggufstream.gguf_file import FileIdentity, Shard
 from ggufstream.layouts import Bytes
 from ggufstream.options import IOMode
@@ -34,9 +34,6 @@ __all__ = ["Choice", "DirectSource", "MappedSource", "PreadSource", "Source", "c
 _NETWORK = ("nfs", "cifs", "smb", "ceph", "fuse", "9p", "lustre", "gpfs", "glusterfs", "afs", "virtiofs")
 _WARM = 0.5
 """Share of a file in the page cache from which reading through the cache wins over going around it."""
-
-_DIRECT_ALIGNMENT = PAGE
-"""O_DIRECT wants offset, size and memory at multiples of the device's block; a page is a multiple of all of them."""
 
 _IOV_MAX = 1024
 
@@ -64,38 +61,27 @@ def choose_io(shard: Shard, residency: Residency, *, asked: IOMode, copies_only:
 
 
 def open_source(shard: Shard, plan: LoadPlan, choice: Choice) -> Source:
-    """Open a shard in the mode chosen; ``direct`` becomes ``pread`` where the file system refuses it at open.
+    """Open a shard in the mode chosen.
 
     Raises:
         FileChangedError: The file is no longer the one whose header was read.
         UnreadableFileError: It cannot be opened.
     """
-    match choice.mode:
-        case "mmap":
-            return MappedSource(shard, plan, choice.reason)
-        case "direct":
-            try:
-                return DirectSource(shard, plan, choice.reason)
-            except UnreadableFileError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                return PreadSource(shard, plan, f"{choice.reason}; the file system refused O_DIRECT at open")
-        case _:
-            return PreadSource(shard, plan, choice.reason)
+    kinds: dict[IOMode, type[Source]] = {"mmap": MappedSource, "pread": PreadSource, "direct": DirectSource}
+    return kinds[choice.mode](shard, plan, choice.reason)
 
 
 class Source(ABC):
     """One shard, open for reading. ``close`` it when no range is in flight."""
 
     mode: IOMode
-    _flags: ClassVar[int] = 0
 
     def __init__(self, shard: Shard, plan: LoadPlan, reason: str) -> None:
         self.shard = shard
         self.reason = reason
         self._plan = plan
         try:
-            self.descriptor = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | self._flags)
+            self.descriptor = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise UnreadableFileError(
                 f"cannot be opened ({error.strerror})", file=shard.path, errno=error.errno
@@ -153,15 +139,7 @@ class Source(ABC):
 
     def _failed(self, part: Range, offset: int, error: OSError) -> FileError:
         """The typed error for a read that failed at a byte of the file."""
-        tensor = self._plan.tensor_at(part, offset)
-        return UnreadableFileError(
-            f"read error at byte {offset:,}, in {tensor} ({error.strerror})",
-            file=self.shard.path,
-            tensor=tensor,
-            offset=offset,
-            errno=error.errno,
-            remedy="Check the disk or the network mount, and the system log",
-        )
+        return read_error(error, file=self.shard.path, tensor=self._plan.tensor_at(part, offset), offset=offset)
 
     def _ended(self, part: Range, offset: int) -> FileError:
         """The typed error for a file that is shorter now than its header's ``fstat`` said."""
@@ -212,66 +190,74 @@ class PreadSource(Source):
         return True
 
     def _read(self, part: Range, buffers: list[Bytes]) -> None:
-        """Fill the buffers, in order, from the range's start. One call reads at most 2 GiB, and may read less."""
-        offset, end = part.offset, part.offset + part.nbytes
-        while offset < end:
-            try:
-                count = os.preadv(self.descriptor, [buffer.data for buffer in buffers], offset)
-            except OSError as error:
-                raise self._failed(part, offset, error) from None
-            if count == 0:
-                raise self._ended(part, offset)
-            offset += count
-            while buffers and count >= buffers[0].size:
-                count -= buffers.pop(0).size
-            if count:
-                buffers[0] = buffers[0][count:]
+        """Fill the buffers, in order, from the range's start."""
+        try:
+            count = pread_into(self.descriptor, buffers, part.offset)
+        except OSError as error:
+            raise self._failed(part, part.offset, error) from None
+        if count < part.nbytes:
+            raise self._ended(part, part.offset + count)
 
 
 class DirectSource(PreadSource):
-    """``direct``: around the page cache, in whole pages, into scratch memory of huge pages."""
+    """``direct``: around the page cache, in whole pages, into scratch memory of huge pages.
+
+    Some file systems refuse O_DIRECT when the file is opened, some only at the first read. Either way the source goes
+    on as ``pread``, and says so in ``reason``.
+    """
 
     mode: IOMode = "direct"
-    _flags = getattr(os, "O_DIRECT", 0)
+
+    def __init__(self, shard: Shard, plan: LoadPlan, reason: str) -> None:
+        super().__init__(shard, plan, reason)
+        self._direct = -1
+        try:
+            # The same file, whatever its path names by now.
+            self._direct = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        except OSError as error:
+            self._fall_back(f"at open ({error.strerror})")
 
     def scratch_bytes(self, nbytes: int) -> int:
-        return nbytes + 2 * _DIRECT_ALIGNMENT
+        return nbytes + 2 * PAGE
 
     def fetch(self, part: Range, scratch: Bytes | None) -> Bytes:
         assert scratch is not None
         if self.mode == "pread":
             return super().fetch(part, scratch)
+        # O_DIRECT wants offset, size and memory at multiples of the device's block; a page is a multiple of all.
         first, last = page_span(part.offset, part.nbytes)
-        start, stop = first * PAGE, last * PAGE
-        lead = part.offset - start
-        end = part.offset + part.nbytes
+        start, stop, end = first * PAGE, last * PAGE, part.offset + part.nbytes
         position = start
         while position < end:
-            # A short read may end anywhere; the next one starts at the page that it ended in.
-            position -= position % _DIRECT_ALIGNMENT
             try:
-                count = os.preadv(self.descriptor, [scratch[position - start : stop - start].data], position)
+                count = os.preadv(self._direct, [scratch[position - start : stop - start].data], position)
             except OSError as error:
                 if error.errno == errno.EINVAL:
-                    self._fall_back()
+                    self._fall_back("at the first read")
                     return super().fetch(part, scratch)
                 raise self._failed(part, position, error) from None
-            if count < _DIRECT_ALIGNMENT and position + count < end:
+            if count < PAGE and position + count < end:
                 raise self._ended(part, position + count)
             position += count
+            if position < end:
+                position -= position % PAGE  # a short read may end anywhere; go on with the page that it ended in
+        lead = part.offset - start
         return scratch[lead : lead + part.nbytes]
 
     def fetch_into(self, part: Range, destinations: Sequence[Bytes]) -> bool:
         # Destinations are not at the same place within a page as the bytes in the file.
         return super().fetch_into(part, destinations) if self.mode == "pread" else False
 
-    def _fall_back(self) -> None:
-        """Read through the page cache from here on: some file systems refuse O_DIRECT only at the first read."""
-        if self.mode == "direct":
-            flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
-            fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags & ~self._flags)
+    def close(self) -> None:
+        if self._direct >= 0:
+            os.close(self._direct)
+            self._direct = -1
+        super().close()
+
+    def _fall_back(self, when: str) -> None:
+        if self.mode == "direct":  # several threads may find out at once
             self.mode = "pread"
-            self.reason += "; the file system refused O_DIRECT at the first read"
+            self.reason += f"; the file system refused O_DIRECT {when}"
 
 
 class MappedSource(Source):

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ggufstream.sinks import human_bytes, human_rate, printable
+from ggufstream.terminal import write_out
 
 __all__ = ["show_devices", "show_inspect", "show_plan", "show_report", "show_verify"]
 
@@ -34,12 +35,10 @@ class _Output(Console):
 
     def show(self, *parts: RenderableType) -> None:
         """Print, without the spaces that pad a table's lines where no terminal would show them."""
-        if self.is_terminal:
-            self.print(*parts)
-            return
         with self.capture() as captured:
             self.print(*parts)
-        sys.stdout.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
+        text = captured.get()
+        write_out(text if self.is_terminal else "".join(f"{line.rstrip()}\n" for line in text.splitlines()))
 
 
 def _table(*columns: str, right: Iterable[str] = (), title: str | None = None) -> Table:
@@ -77,6 +76,8 @@ def _value(value: Any) -> str:
         return f"{value['array']}[{value['length']}]"
     if isinstance(value, float):
         return f"{value:.7g}"
+    if isinstance(value, bool):
+        return str(value).lower()
     text = printable(value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else value)
     return text if len(text) <= _TEXT_LIMIT else f"{text[:_TEXT_LIMIT]}… ({len(text):,} characters)"
 

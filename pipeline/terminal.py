@@ -24,11 +24,13 @@ if TYPE_CHECKING:
 __all__ = [
     "Interrupted",
     "LogFormat",
+    "OutputError",
     "configure_logging",
     "progress_bar",
     "run_interruptible",
     "to_json",
     "write_json",
+    "write_out",
 ]
 
 LogFormat = Literal["auto", "console", "json"]
@@ -96,9 +98,32 @@ def _end_at_once(signum: int) -> None:
     os._exit(128 + signum)
 
 
+class OutputError(Exception):
+    """Standard output takes no more: a full disk, for example."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(f"cannot write the output: {error.strerror}")
+
+
+def write_out(text: str) -> None:
+    """Write to stdout.
+
+    Raises:
+        BrokenPipeError: Whoever read it has left.
+        OutputError: Anything else went wrong.
+    """
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(error) from None
+
+
 def write_json(value: Any) -> None:
     """Print one JSON object: in one line, or indented on a terminal."""
-    print(json.dumps(to_json(value), allow_nan=False, indent=2 if sys.stdout.isatty() else None), flush=True)
+    write_out(json.dumps(to_json(value), allow_nan=False, indent=2 if sys.stdout.isatty() else None) + "\n")
 
 
 def to_json(value: Any) -> Any:

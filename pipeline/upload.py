@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ggufstream.backends.base import Staging, Ticket
@@ -85,9 +86,7 @@ class Uploads:
         """Wait for whatever is in flight, then free all staging memory. For the end of a load, however it ends."""
         while self._in_flight:
             _, upload = self._in_flight.popitem()
-            try:
+            with suppress(DeviceError):  # a lost device writes no more; its memory is given back all the same
                 upload.ticket.wait()
-            except DeviceError:  # a lost device writes no more; its memory is given back all the same
-                pass
             upload.staging.close()
         self._pool.close()

@@ -20,7 +20,8 @@ import numpy.typing as npt
 from ggufstream.backends.base import Chunk, Slice
 from ggufstream.backends.decode import DECODABLE
 from ggufstream.backends.products import linear_by_decoding, multiply_in_order
-from ggufstream.errors import FileChangedError, TruncatedFileError, UnreadableFileError
+from ggufstream.errors import FileChangedError, UnreadableFileError
+from ggufstream.file_bytes import read_exactly
 from ggufstream.gguf_file import FileIdentity, Shard
 from ggufstream.gguf_layout import TensorInfo
 from ggufstream.layouts import Bytes, Extent, Raw
@@ -188,27 +189,19 @@ class _Files:
                 raise
             raise UnreadableFileError(f"cannot be opened ({error.strerror})", file=path, errno=error.errno) from None
 
-    def read(self, shard: int, offset: int, destination: Bytes) -> None:
-        while destination.size:
-            try:
-                count = os.preadv(self._descriptors[shard], [destination.data], offset)
-            except OSError as error:
-                raise UnreadableFileError(
-                    f"read error at byte {offset:,} ({error.strerror})",
-                    file=self._shards[shard].path,
-                    offset=offset,
-                    errno=error.errno,
-                ) from None
-            if count == 0:
-                raise TruncatedFileError(
-                    f"ends at byte {offset:,}: it was truncated", file=self._shards[shard].path, offset=offset
-                )
-            offset, destination = offset + count, destination[count:]
+    def read(self, tensor: TensorInfo, offset: int, destination: Bytes) -> None:
+        read_exactly(
+            self._descriptors[tensor.shard],
+            destination,
+            offset,
+            file=self._shards[tensor.shard].path,
+            tensor=tensor.name,
+        )
 
     def compare(self, tensor: TensorInfo, offset: int, loaded: Bytes) -> int | None:
         """The first byte of the tensor that differs, from ``offset`` on."""
         expected = np.empty_like(loaded)
-        self.read(tensor.shard, tensor.offset + offset, expected)
+        self.read(tensor, tensor.offset + offset, expected)
         if np.array_equal(expected, loaded):
             return None
         return offset + int(np.flatnonzero(expected != loaded)[0])
@@ -223,7 +216,7 @@ class _Files:
             layout=Raw(),
         )
         return linear_by_decoding(
-            lambda chunk, offset, destination: self.read(tensor.shard, offset, destination),
+            lambda _, offset, destination: self.read(tensor, offset, destination),
             [whole],
             x,
             multiply_in_order,

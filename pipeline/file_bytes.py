@@ -1,0 +1,74 @@
+"""Bytes of an open file into memory of ours, whole. The system may read less than asked; nobody else loops.
+
+All functions block, and release the interpreter lock while the kernel works.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import numpy.typing as npt
+
+from ggufstream.errors import TruncatedFileError, UnreadableFileError
+
+__all__ = ["pread_into", "read_error", "read_exactly"]
+
+
+def pread_into(descriptor: int, buffers: list[npt.NDArray[np.uint8]], offset: int) -> int:
+    """Fill the buffers, one after the other, from ``offset`` on; the list is used up.
+
+    Returns:
+        Bytes that were read: fewer than the buffers hold only where the file ends.
+
+    Raises:
+        OSError: As the system call. One call reads at most 2 GiB, and may read less; interrupted ones are repeated.
+    """
+    done = 0
+    while buffers:
+        count = os.preadv(descriptor, [buffer.data for buffer in buffers], offset + done)
+        if count == 0:
+            break
+        done += count
+        while buffers and count >= buffers[0].size:
+            count -= buffers.pop(0).size
+        if count:
+            buffers[0] = buffers[0][count:]
+    return done
+
+
+def read_error(error: OSError, *, file: str | os.PathLike[str], tensor: str, offset: int) -> UnreadableFileError:
+    """The typed error for a read that failed at byte ``offset`` of a file."""
+    return UnreadableFileError(
+        f"read error at byte {offset:,}, in {tensor} ({error.strerror})",
+        file=file,
+        tensor=tensor,
+        offset=offset,
+        errno=error.errno,
+        remedy="Check the disk or the network mount, and the system log",
+    )
+
+
+def read_exactly(
+    descriptor: int, destination: npt.NDArray[np.uint8], offset: int, *, file: str | os.PathLike[str], tensor: str
+) -> None:
+    """Fill ``destination`` with the bytes at ``offset``, which belong to ``tensor``.
+
+    Raises:
+        UnreadableFileError: The system call failed.
+        TruncatedFileError: The file ends before.
+    """
+    try:
+        count = pread_into(descriptor, [destination], offset)
+    except OSError as error:
+        raise read_error(error, file=file, tensor=tensor, offset=offset) from None
+    if count < destination.size:
+        raise TruncatedFileError(
+            f"ends at byte {offset + count:,}, in {tensor}: it was truncated after its header was read",
+            file=file,
+            tensor=tensor,
+            offset=offset + count,
+            needed=offset + destination.size,
+            available=offset + count,
+            remedy="Load it again from a whole file",
+        )
