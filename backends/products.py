@@ -21,6 +21,10 @@ __all__ = ["Multiply", "Read", "check_operand", "linear_by_decoding", "multiply_
 
 _Floats: TypeAlias = npt.NDArray[np.float32]
 
+_FEW_VECTORS = 4
+"""Up to here, a dot product a row: BLAS would start its threads for each piece, and on a busy machine waiting for them
+takes longer than the product."""
+
 Read: TypeAlias = Callable[[Chunk, int, Bytes], None]
 """``Backend.read``: copy from a chunk's offset into host memory."""
 
@@ -112,4 +116,9 @@ def multiply_in_order(x: _Floats, w: _Floats) -> _Floats:
 def multiply_with_blas(x: _Floats, w: _Floats) -> _Floats:
     """Float32 by BLAS: fast, in whatever order it likes."""
     with np.errstate(invalid="ignore", over="ignore"):
-        return (w @ x.T).T  # up to twice as fast as x @ w.T, whose large operand is the transposed one
+        if len(x) > _FEW_VECTORS:
+            return (w @ x.T).T  # up to twice as fast as x @ w.T, whose large operand is the transposed one
+        y = np.empty((len(x), len(w)), np.float32)
+        for vector, out in zip(x, y, strict=True):
+            np.vecdot(w, vector, out=out)
+        return y
