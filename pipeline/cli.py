@@ -18,13 +18,13 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any
 
 from ggufstream.errors import GGUFStreamError
 from ggufstream.terminal import Interrupted, OutputError
 
 __all__ = ["main"]
 
+_NAME = "ggufstream"
 _EXTRA = "cli"
 _EXTRA_MODULES = ("click", "rich")
 _FACTS = ("file", "tensor", "offset", "needed", "available", "backend", "name", "errno", "remedy")
@@ -47,14 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     try:
-        from ggufstream.commands import UsageError, commands
+        from ggufstream.commands import run_verb
 
-        try:
-            code = commands.main(list(arguments), prog_name="ggufstream", standalone_mode=False)
-        except UsageError as error:
-            return _fail(error, f"{error.format_message()} ({_help_for(error)})", error.exit_code, arguments)
-        except Interrupted as error:
-            return _fail(error, str(error), error.exit_code, arguments)
+        code = run_verb(_NAME, arguments)
+    except Interrupted as error:
+        return _fail(error, str(error), error.exit_code, arguments)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in _EXTRA_MODULES:
             return _unexpected(error, arguments)
@@ -73,12 +70,7 @@ def _run(arguments: Sequence[str]) -> int:
         return _fail(error, "the host is out of memory. Close other programs, or give less --staging", 4, arguments)
     except Exception as error:  # noqa: BLE001 - the last line of defence: a person gets a sentence, not a traceback
         return _unexpected(error, arguments)
-    return code if isinstance(code, int) else 0
-
-
-def _help_for(error: Any) -> str:
-    path = error.ctx.command_path if error.ctx is not None else "ggufstream"
-    return f"see `{path} --help`"
+    return code
 
 
 def _unexpected(error: Exception, arguments: Sequence[str]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from ggufstream.gguf_file import FileIndex
     from ggufstream.model import Model
 
-__all__ = ["UsageError", "commands", "describe_index"]
-
-UsageError = click.UsageError
+__all__ = ["commands", "describe_index", "run_verb"]
 
 DIFFERS = 5
 """Exit code of ``verify``."""
@@ -309,3 +307,28 @@ def devices(*, as_json: bool, log_format: LogFormat, verbose: int) -> None:
     from ggufstream.render import show_devices
 
     show_devices(found)
+
+
+def run_verb(name: str, arguments: Sequence[str]) -> int:
+    """Run the verb that ``arguments`` name, and return the exit code.
+
+    In place of click's own ``main``, which takes every ``EOFError``, a truncated file among them, for the end of what
+    a user types.
+
+    Raises:
+        OptionError: An argument is wrong.
+    """
+    if os.environ.get(f"_{name.upper()}_COMPLETE"):
+        commands.main(list(arguments), prog_name=name)  # a shell asks for completions
+    try:
+        with commands.make_context(name, list(arguments)) as context:
+            code = commands.invoke(context)
+    except click.exceptions.Exit as done:
+        return done.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return error.exit_code
+    except click.UsageError as error:
+        path = error.ctx.command_path if error.ctx is not None else name
+        raise OptionError(f"{error.format_message().rstrip('.')} (see `{path} --help`)") from None
+    return code if isinstance(code, int) else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,18 +27,35 @@ _NARROW = 105
 """Columns that a whole row of a plan takes."""
 
 
+class _Buffer(io.StringIO):
+    """Text on its way to stdout; rich asks for the encoding to choose characters for borders."""
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override] # nobody sets it
+        return getattr(sys.stdout, "encoding", None) or "utf-8"
+
+
 class _Output(Console):
     """Stdout. Markup, emoji codes and highlighting stay off: names come from files that strangers made."""
 
     def __init__(self) -> None:
-        fixed = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else _PIPE_WIDTH
-        super().__init__(markup=False, emoji=False, highlight=False, width=fixed)
+        self._buffer_file = _Buffer()
+        terminal = sys.stdout.isatty()
+        super().__init__(
+            file=self._buffer_file,
+            force_terminal=terminal,
+            width=None if terminal or os.environ.get("COLUMNS") else _PIPE_WIDTH,
+            markup=False,
+            emoji=False,
+            highlight=False,
+        )
 
     def show(self, *parts: RenderableType) -> None:
         """Print, without the spaces that pad a table's lines where no terminal would show them."""
-        with self.capture() as captured:
-            self.print(*parts)
-        text = captured.get()
+        self.print(*parts)
+        text = self._buffer_file.getvalue()
+        self._buffer_file.seek(0)
+        self._buffer_file.truncate()
         write_out(text if self.is_terminal else "".join(f"{line.rstrip()}\n" for line in text.splitlines()))
 
 
