@@ -45,8 +45,8 @@ _BINDABLE_WORD = re.compile(
     re.VERBOSE,
 )
 
-_LAYER = re.compile(r"blk\.(\d+)\.")
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_LAYER = re.compile(r"blk\.([0-9]{1,9})\.")  # nine digits stay below _LAYER_LAST, and hostile names out of int()
+_NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.|$)")
 _FIRST = frozenset(
     {"token_embd", "token_embd_norm", "per_layer_token_embd", "token_types", "position_embd", "rope_freqs"}
 )
