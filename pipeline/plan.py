@@ -165,10 +165,10 @@ def plan(index: FileIndex, *, backend: Backend, options: LoadOptions) -> LoadPla
         capabilities=capabilities,
         entries=tuple(entries[i] for i in range(len(chosen))),
         ranges=cut(
-            _sources(order, entries),
+            _sources(order, entries, _floors(index.tensors)),
             # A range in flight takes its file bytes, its packed bytes too where staged, and several are in flight.
             limit=min(options.range_bytes, options.staging_bytes // 8),
-            # Within one alignment unit there is no room for a tensor: such a gap is padding, never a lazy table.
+            # Padding between neighbours is less than one alignment unit; nothing larger is read along.
             max_gap=index.alignment - 1,
         ),
         arenas={name: ArenaPlan(name=name, slice_bytes=tuple(sizes)) for name, sizes in planner.slice_bytes.items()},
@@ -314,7 +314,20 @@ class _Planner:
         return low * step
 
 
-def _sources(order: Iterable[int], entries: Mapping[int, PlanEntry]) -> Iterator[SliceSource]:
+def _floors(tensors: Iterable[TensorInfo]) -> dict[str, int]:
+    """By tensor: where the bytes of the tensor before it in the file end. ``tensors`` is in file order."""
+    result = {}
+    ends: dict[int, int] = {}
+    for tensor in tensors:
+        result[tensor.name] = ends.get(tensor.shard, 0)
+        if tensor.nbytes:
+            ends[tensor.shard] = tensor.offset + tensor.nbytes
+    return result
+
+
+def _sources(
+    order: Iterable[int], entries: Mapping[int, PlanEntry], floors: Mapping[str, int]
+) -> Iterator[SliceSource]:
     """Every slice, in load order, with the place of its bytes in the file."""
     for i in order:
         entry = entries[i]
@@ -325,6 +338,7 @@ def _sources(order: Iterable[int], entries: Mapping[int, PlanEntry]) -> Iterator
                 arena=DEVICE if entry.placement is Placement.ARENA else HOST,
                 shard=entry.tensor.shard,
                 offset=entry.tensor.offset + slice_plan.first_block * entry.tensor.type.block_bytes,
+                floor=floors[entry.tensor.name],
                 extent=slice_plan.extent,
                 layout=entry.layout,
             )

@@ -27,6 +27,8 @@ class SliceSource(NamedTuple):
     shard: int
     offset: int
     """Of the slice's first block, in the shard's file."""
+    floor: int
+    """End of the tensor before it in the shard, loaded or not: what follows is padding."""
     extent: Extent
     layout: Layout
 
@@ -65,7 +67,7 @@ def cut(slices: Iterable[SliceSource], *, limit: int, max_gap: int) -> tuple[Ran
     Args:
         slices: In load order.
         limit: File bytes. Only a layout's granule, or a single block, can make a range larger.
-        max_gap: Bytes between two neighbours that are padding and may be read along with them.
+        max_gap: Bytes of padding between two neighbours that may be read along with them.
     """
     ranges: list[Range] = []
     current: list[tuple[SliceSource, int, Piece]] = []
@@ -93,10 +95,10 @@ def cut(slices: Iterable[SliceSource], *, limit: int, max_gap: int) -> tuple[Ran
             if current:
                 first, start, _ = current[0]
                 _, last_offset, last = current[-1]
-                gap = offset - (last_offset + last.nbytes)
+                end = last_offset + last.nbytes
                 joins = (
                     (first.shard, first.arena) == (source.shard, source.arena)
-                    and 0 <= gap <= max_gap
+                    and (offset == end or source.floor <= end < offset <= end + max_gap)
                     and offset + piece.nbytes - start <= limit
                     and len(current) < MAX_PIECES
                 )
