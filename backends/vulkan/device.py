@@ -6,18 +6,20 @@ has a lock, held for a submission only.
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import cache
 from typing import Final, Protocol
 
 from ggufstream.backends.vulkan.api import CommandBuffer, Device, Fence, Instance, PhysicalDevice, Queue, Vulkan
 from ggufstream.backends.vulkan.describe import CORE_FEATURES, FEATURES, describe, memory_heaps, unpack_version
 from ggufstream.backends.vulkan.errors import BACKEND, LOST_REMEDY, install_line
 from ggufstream.backends.vulkan.records import DeviceRecord, MemoryHeap
-from ggufstream.errors import BackendUnavailableError, ClosedError, DeviceLostError, NoDeviceError
+from ggufstream.errors import BackendUnavailableError, ClosedError, DeviceError, DeviceLostError, NoDeviceError
 
 __all__ = [
     "VALIDATION_MESSAGES",
@@ -100,7 +102,25 @@ class VulkanInstance:
     def close(self) -> None:
         """Destroy the instance, after its devices. A second call does nothing."""
         if not self.pinned:
+            _keep_drivers_loaded()
             self._close.close()
+
+
+@cache
+def _keep_drivers_loaded() -> None:
+    """Hold one instance until the process ends.
+
+    The loader unloads the drivers with the last instance, and loading them again costs address space for thread-local
+    data that is never given back: NVIDIA's (580) cannot be loaded more than about 30 times in one process.
+    """
+    # Two threads may come here at once: a second instance does no harm.
+    with suppress(DeviceError):
+        api = Vulkan()
+        portability = [_PORTABILITY] if _PORTABILITY in api.instance_extensions() else []
+        instance = api.create_instance(
+            version=1 << 22, extensions=portability, layers=[], portability=bool(portability)
+        )
+        atexit.register(api.destroy_instance, instance)
 
 
 def list_devices(*, api: Vulkan | None = None) -> tuple[DeviceRecord, ...]:

@@ -79,8 +79,9 @@ _PACKAGES: Final = {
 def install_line(part: str) -> str:
     """The commands that install ``part``: ``loader``, ``driver`` or ``validation``."""
     debian, fedora, brew = _PACKAGES[part]
+    what = "the GPU vendor's driver, or Mesa's" if part == "driver" else "it"
     return (
-        f"Install it: 'apt install {debian}' (Debian, Ubuntu), 'dnf install {fedora}' (Fedora), "
+        f"Install {what}: 'apt install {debian}' (Debian, Ubuntu), 'dnf install {fedora}' (Fedora), "
         f"'brew install {brew}' (macOS)"
     )
 
