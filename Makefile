@@ -12,6 +12,8 @@ MODELS := .cache/models
 SMOLLM2 := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 GEMMA := $(MODELS)/gemma-3-270m-q4_k_m.gguf
 BENCHES := $(filter-out __init__,$(patsubst bench/%.py,%,$(wildcard bench/[a-z]*.py)))
+# a GPU if you have one: make bench BENCH_FLAGS_linear=
+BENCH_FLAGS_linear := --device llvmpipe
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
 export PIP_ROOT_USER_ACTION := ignore
@@ -51,7 +53,7 @@ format: $(VENV)/.dev ## let ruff format and fix what it can
 	@$(BIN)/ruff check --fix .
 
 bench: $(VENV)/.dev $(SMOLLM2) $(GEMMA) ## run every benchmark of bench/
-	@for name in $(BENCHES); do echo "== $$name"; $(BIN)/python -m "bench.$$name"; done
+	@$(foreach name,$(BENCHES),echo "== $(name)"; $(BIN)/python -m bench.$(name) $(BENCH_FLAGS_$(name));)
 
 shaders: ## compile the compute shaders (needs glslc)
 	@$(call need,glslc,command -v glslc)
