@@ -59,14 +59,20 @@ def advise(memory: npt.NDArray[np.uint8], advice: int) -> None:
 class Residency:
     """Which pages of a file are in the page cache: one look, taken with ``mincore``.
 
-    The kernel answers "all" for a file that the caller neither owns nor may write.
+    The kernel answers "all" for a file that the caller neither owns nor may write; so does this for one that cannot be
+    mapped.
     """
 
     def __init__(self, descriptor: int, size: int) -> None:
         self.size = size
         self.pages: npt.NDArray[np.bool_] = np.zeros(-(-size // PAGE), np.bool_)
         if size:
-            with mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ) as mapping:
+            try:
+                mapping = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+            except (OSError, ValueError):  # some FUSE file systems map nothing, and a file may just have been cut
+                self.pages[:] = True
+                return
+            with mapping:
                 view = np.frombuffer(mapping, np.uint8)
                 state = self.pages.view(np.uint8)
                 known = _libc.mincore(view.ctypes.data, size, state.ctypes.data) == 0
@@ -95,7 +101,8 @@ class Residency:
 
 def evict(descriptor: int, first: int, last: int) -> None:
     """Drop the pages ``[first, last)`` of a file from the page cache. Does nothing for pages that are mapped."""
-    os.posix_fadvise(descriptor, first * PAGE, (last - first) * PAGE, os.POSIX_FADV_DONTNEED)
+    if last > first:  # a length of zero would mean all of the file
+        os.posix_fadvise(descriptor, first * PAGE, (last - first) * PAGE, os.POSIX_FADV_DONTNEED)
 
 
 def rss_bytes() -> int:

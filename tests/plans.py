@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,9 +19,10 @@ from ggufstream.gguf_file import FileIdentity, FileIndex, Shard
 from ggufstream.gguf_layout import TensorInfo
 from ggufstream.layouts import Bytes, Layout
 from ggufstream.options import LoadOptions
+from ggufstream.pages import PAGE
 from ggufstream.plan import LoadPlan, plan
 
-__all__ = ["Device", "Spec", "index_of", "plan_of", "replace_index", "write_file"]
+__all__ = ["Device", "Spec", "chill", "disk_folder", "index_of", "plan_of", "replace_index", "warm", "write_file"]
 
 
 class Spec(NamedTuple):
@@ -107,3 +110,33 @@ class Device(BackendWrapper):
 
 def plan_of(index: FileIndex, backend: Backend | None = None, **options: Any) -> LoadPlan:
     return plan(index, backend=backend or Device(), options=LoadOptions(**options))
+
+
+@contextmanager
+def disk_folder() -> Iterator[Path]:
+    """A folder on the disk that the checkout is on: ``/tmp`` may be memory, which has no page cache to empty."""
+    parent = Path(__file__).parents[1] / ".cache"
+    parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=parent, prefix="test-") as folder:
+        yield Path(folder)
+
+
+def chill(path: Path) -> None:
+    """Write a file back and drop all of it from the page cache."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def warm(path: Path, pages: Iterable[int]) -> None:
+    """Bring these pages of a file into the page cache, and no others."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        for page in pages:
+            os.pread(descriptor, PAGE, page * PAGE)
+    finally:
+        os.close(descriptor)

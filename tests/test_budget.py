@@ -146,7 +146,7 @@ actions = st.one_of(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(schedule=st.lists(st.tuples(actions, st.booleans()), max_size=40))
 def test_any_schedule(schedule: list[tuple[tuple[str, int], bool]]) -> None:
     asyncio.run(play(schedule))
