@@ -429,7 +429,7 @@ def test_memory_that_is_not_coherent_is_flushed_in_whole_atoms(staged, api, monk
             real(device, memory, offset, nbytes)
 
         monkeypatch.setattr(api, name, spy)
-    kind = replace(staged.record.memory_types[0], coherent=False)
+    kind = replace(plan_memory(staged.record, direct=False).staging, coherent=False)
     memory = HostAllocation(staged.device, 1000, usage=USAGE_READBACK, memory_type=kind)
     atom = staged.record.limits.non_coherent_atom_size
     memory.flush(atom + 1, 2)
