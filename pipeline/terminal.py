@@ -174,13 +174,13 @@ def _progress_lines() -> EventSink:
 def configure_logging(log_format: LogFormat, verbose: int) -> None:
     """Send structlog's records to stderr: for people on a terminal, else one JSON object a line.
 
-    On a terminal only warnings, because the bar and the report say the rest; ``verbose`` 1 adds info, 2 debug.
+    For people only warnings, because the bar and the report say the rest; ``verbose`` 1 adds info, 2 debug.
     """
     import structlog
 
     terminal = sys.stderr.isatty()
     as_json = log_format == "json" or (log_format == "auto" and not terminal)
-    level = logging.WARNING if terminal and not as_json else logging.INFO
+    level = logging.INFO if as_json else logging.WARNING
     level = max(logging.DEBUG, level - 10 * verbose)
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
