@@ -16,7 +16,7 @@ __all__ = ["pread_into", "read_error", "read_exactly"]
 
 
 def pread_into(descriptor: int, buffers: list[npt.NDArray[np.uint8]], offset: int) -> int:
-    """Fill the buffers, one after the other, from ``offset`` on; the list is used up.
+    """Fill the buffers, one after the other, from ``offset`` on; the list is used up, and holds what was not read.
 
     Returns:
         Bytes that were read: fewer than the buffers hold only where the file ends.
@@ -58,10 +58,12 @@ def read_exactly(
         UnreadableFileError: The system call failed.
         TruncatedFileError: The file ends before.
     """
+    buffers = [destination]
     try:
-        count = pread_into(descriptor, [destination], offset)
+        count = pread_into(descriptor, buffers, offset)
     except OSError as error:
-        raise read_error(error, file=file, tensor=tensor, offset=offset) from None
+        done = destination.size - sum(buffer.size for buffer in buffers)
+        raise read_error(error, file=file, tensor=tensor, offset=offset + done) from None
     if count < destination.size:
         raise TruncatedFileError(
             f"ends at byte {offset + count:,}, in {tensor}: it was truncated after its header was read",

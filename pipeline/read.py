@@ -194,7 +194,8 @@ class PreadSource(Source):
         try:
             count = pread_into(self.descriptor, buffers, part.offset)
         except OSError as error:
-            raise self._failed(part, part.offset, error) from None
+            left = sum(buffer.size for buffer in buffers)
+            raise self._failed(part, part.offset + part.nbytes - left, error) from None
         if count < part.nbytes:
             raise self._ended(part, part.offset + count)
 
@@ -268,11 +269,12 @@ class MappedSource(Source):
     def __init__(self, shard: Shard, plan: LoadPlan, reason: str) -> None:
         super().__init__(shard, plan, reason)
         try:
-            self._mapping = mmap.mmap(self.descriptor, shard.size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+            mapping = mmap.mmap(self.descriptor, shard.size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         except (OSError, ValueError) as error:
             self.close()
             raise UnreadableFileError(f"cannot be mapped ({error})", file=shard.path, remedy="Use --io pread") from None
-        self._bytes: Bytes | None = np.frombuffer(self._mapping, np.uint8)
+        # The array alone keeps the mapping, and its descriptor: it ends when the array goes.
+        self._bytes: Bytes | None = np.frombuffer(mapping, np.uint8)
 
     @property
     def _view(self) -> Bytes:
