@@ -43,8 +43,8 @@ class Releaser:
         for part in plan.ranges:
             self._border[part.shard].update(_border_pages(part.offset, part.nbytes))
         for entry in plan.entries:
-            if entry.placement is Placement.ROWS:
-                tensor = entry.tensor
+            tensor = entry.tensor
+            if entry.placement is Placement.ROWS and tensor.nbytes:  # an empty one may lie anywhere
                 self._kept[tensor.shard].append(page_span(tensor.offset, tensor.nbytes))
                 self._border[tensor.shard].update(_border_pages(tensor.offset, tensor.nbytes))
 
