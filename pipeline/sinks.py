@@ -259,6 +259,8 @@ class RichProgress:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for view in self._loads.values():
+            if view.end and view.progress is None and not view.bytes_total:
+                continue  # it failed before there was anything to show; the error says the rest
             yield from _picture(view, options.max_width)
 
 
@@ -295,7 +297,10 @@ def _picture(view: _LoadView, width: int) -> Iterator[RenderableType]:
             parts.append(f"{printable(arena)} {_human_share(view.allocated.get(arena, 0), planned)}")
     if view.end in ("failed", "cancelled"):
         parts.insert(0, view.end)
-    yield Text(" · ".join(parts), "dim", no_wrap=True, overflow="ellipsis")
+    numbers = Text(" · ".join(parts), "dim", no_wrap=True)
+    # room for the terminal's own ^C, which would else begin a line and leave a copy of the picture behind
+    numbers.truncate(width - 3, overflow="ellipsis")
+    yield numbers
 
 
 def _tail(path: str, width: int) -> str:

@@ -230,6 +230,14 @@ def test_bar_shows_how_a_load_ended(terminal: tuple[int, Any], end: Event, word:
     assert word in drawn(reader)
 
 
+def test_bar_goes_when_a_load_fails_before_its_first_byte(terminal: tuple[int, Any]) -> None:
+    reader, stream = terminal
+    with RichProgress(file=stream) as bar:
+        bar(LoadStarted(load_id="a1", file="m.gguf"))
+        bar(LoadFailed(load_id="a1", error=MissingFileError("not there", file="m.gguf")))
+    assert "failed" not in drawn(reader)
+
+
 def test_bar_escapes_what_a_name_contains(terminal: tuple[int, Any]) -> None:
     reader, stream = terminal
     with RichProgress(file=stream) as bar:
