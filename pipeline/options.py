@@ -68,7 +68,7 @@ def parse_bytes(text: str) -> int:
     Raises:
         OptionError: The text is not a size.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE | re.ASCII)
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE | re.ASCII)
     if match is None:
         raise OptionError(f"{text!r} is not a size in bytes", remedy="Write it like 268435456, 256M or 1.5GiB")
     return (
@@ -116,8 +116,13 @@ class LoadOptions:
                 raise OptionError(f"{name}={value!r} is not known", remedy=f"Choose one of {', '.join(allowed)}")
         for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < least):
-                raise OptionError(f"{name}={value!r} is too small", remedy=f"Give at least {least:,}")
+            if value is None and name in _MAY_BE_NONE:
+                continue
+            if not isinstance(value, int) or value < least:
+                what = "is too small" if isinstance(value, int) else "is not a whole number"
+                raise OptionError(f"{name}={value!r} {what}", remedy=f"Give at least {least:,}")
+        if not isinstance(self.select, str | None):
+            raise OptionError(f"select={self.select!r} is not text", remedy="Give a regular expression as a str")
         if self.select is not None:
             try:
                 re.compile(self.select)
@@ -173,6 +178,8 @@ _LEAST: Mapping[str, int] = {
     "workers": 1,
     "chunk_bytes": 4 << 10,
 }
+
+_MAY_BE_NONE = frozenset({"workers", "chunk_bytes"})
 
 ENVIRONMENT: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "GGUFSTREAM_BACKEND": ("backend", str),

@@ -1,0 +1,194 @@
+"""Options: every default in one place, and messages that say what would be right."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pickle
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ggufstream.errors import GGUFStreamError, OptionError
+from ggufstream.options import (
+    ENVIRONMENT,
+    Intent,
+    IOMode,
+    LazyMode,
+    LoadOptions,
+    PageCacheMode,
+    Placement,
+    UploadMode,
+    parse_bytes,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("0", 0),
+        ("268435456", 268435456),
+        ("256MiB", 256 << 20),
+        ("256M", 256 << 20),
+        ("256 mb", 256 << 20),
+        (" 1g ", 1 << 30),
+        ("1.5g", 3 << 29),
+        ("1.5GiB", 3 << 29),
+        ("0.5", 0),
+        ("2T", 2 << 40),
+        ("12B", 12),
+        ("3KB", 3072),
+    ],
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", " ", "x", "-1", "+1", "1e3", "1.", ".5", "1 2", "1PB", "GiB", "0x10", "1,000", "1_000", "١", "nan", "inf",
+        "9" * 5000, "9" * 400 + ".5", "1\0",
+    ],
+)  # fmt: skip
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(OptionError, match="not a size") as caught:
+        parse_bytes(text)
+    assert caught.value.remedy
+
+
+@settings(max_examples=200)
+@given(
+    text=st.one_of(st.text(max_size=8), st.from_regex(r"[0-9]{1,40}(\.[0-9]{1,40})?[kKmMgGtT]?i?[bB]?", fullmatch=True))
+)
+def test_any_text_is_a_size_or_an_option_error(text: str) -> None:
+    with contextlib.suppress(OptionError):
+        assert parse_bytes(text) >= 0
+
+
+def test_defaults_are_valid_and_frozen() -> None:
+    options = LoadOptions()
+    assert (options.backend, options.io, options.lazy, options.page_cache) == ("auto",) * 4
+    assert options == LoadOptions()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options.io = "mmap"  # type: ignore[misc]
+    assert pickle.loads(pickle.dumps(options)) == options
+
+
+def test_every_field_has_a_doc_line_and_a_default() -> None:
+    for field in dataclasses.fields(LoadOptions):
+        assert field.default is not dataclasses.MISSING, field.name
+
+
+@pytest.mark.parametrize(
+    ("name", "literal"), [("io", IOMode), ("lazy", LazyMode), ("page_cache", PageCacheMode), ("upload", UploadMode)]
+)
+def test_choices(name: str, literal: Any) -> None:
+    for value in get_args(literal):
+        assert getattr(LoadOptions().replace(**{name: value}), name) == value
+    for value in ("", "AUTO", "x", None, 1, []):
+        with pytest.raises(OptionError) as caught:
+            LoadOptions().replace(**{name: value})
+        assert name in str(caught.value)
+        for allowed in get_args(literal):
+            assert allowed in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [("staging_bytes", 1 << 20), ("range_bytes", 4096), ("lazy_bytes", 0), ("workers", 1), ("chunk_bytes", 4096)],
+)
+def test_least_values(name: str, least: int) -> None:
+    assert getattr(LoadOptions().replace(**{name: least}), name) == least
+    for value in (least - 1, -1, "5", 1e9, float("nan")):
+        with pytest.raises(OptionError, match=name) as caught:
+            LoadOptions().replace(**{name: value})
+        assert f"{least:,}" in caught.value.remedy
+
+
+def test_optional_numbers_may_be_left_out() -> None:
+    assert LoadOptions(workers=None, chunk_bytes=None).workers is None
+    for name in ("staging_bytes", "range_bytes", "lazy_bytes"):
+        with pytest.raises(OptionError, match=name):
+            LoadOptions().replace(**{name: None})
+
+
+def test_select_must_be_a_pattern() -> None:
+    assert LoadOptions(select=r"blk\.[0-3]\.").select
+    for value in ("(", "[", "*", 5, b"blk"):
+        with pytest.raises(OptionError, match="select"):
+            LoadOptions().replace(select=value)
+
+
+def test_an_unknown_option_names_the_closest() -> None:
+    with pytest.raises(OptionError, match="Did you mean 'page_cache'"):
+        LoadOptions().replace(pagecache="drop")
+    with pytest.raises(OptionError, match="staging_bytes"):
+        LoadOptions().replace(zzz=1)
+
+
+def test_replace_leaves_the_rest() -> None:
+    options = LoadOptions(io="mmap", workers=3)
+    changed = options.replace(lazy="off")
+    assert (changed.io, changed.workers, changed.lazy, options.lazy) == ("mmap", 3, "off", "auto")
+
+
+def test_environment() -> None:
+    options = LoadOptions.from_environment(
+        {
+            "GGUFSTREAM_BACKEND": "cpu",
+            "GGUFSTREAM_DEVICE": "1",
+            "GGUFSTREAM_UPLOAD": "staged",
+            "GGUFSTREAM_IO": "pread",
+            "GGUFSTREAM_LAZY": "all",
+            "GGUFSTREAM_PAGE_CACHE": "keep",
+            "GGUFSTREAM_STAGING": "64MiB",
+            "GGUFSTREAM_WORKERS": "7",
+            "UNRELATED": "x",
+        }
+    )
+    assert options == LoadOptions(
+        backend="cpu",
+        device="1",
+        upload="staged",
+        io="pread",
+        lazy="all",
+        page_cache="keep",
+        staging_bytes=64 << 20,
+        workers=7,
+    )
+    assert LoadOptions.from_environment({}) == LoadOptions()
+    assert LoadOptions.from_environment(dict.fromkeys(ENVIRONMENT, "")) == LoadOptions(), "set but empty is not set"
+
+
+def test_the_real_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GGUFSTREAM_IO", "direct")
+    assert LoadOptions.from_environment().io == "direct"
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [
+        ("GGUFSTREAM_IO", "fast"),
+        ("GGUFSTREAM_STAGING", "lots"),
+        ("GGUFSTREAM_STAGING", "1k"),
+        ("GGUFSTREAM_STAGING", "9" * 400 + ".0"),
+        ("GGUFSTREAM_WORKERS", "many"),
+        ("GGUFSTREAM_WORKERS", "0"),
+        ("GGUFSTREAM_WORKERS", "9" * 5000),
+        ("GGUFSTREAM_LAZY", "ON"),
+    ],
+)
+def test_a_wrong_variable_is_named(variable: str, text: str) -> None:
+    with pytest.raises(OptionError, match=variable) as caught:
+        LoadOptions.from_environment({variable: text})
+    assert isinstance(caught.value, GGUFStreamError)
+    assert caught.value.exit_code == 2
+
+
+def test_names_of_intents_and_placements() -> None:
+    assert str(Intent.LINEAR) == "LINEAR"
+    assert str(Intent.LINEAR | Intent.LOOKUP) == "LINEAR|LOOKUP"
+    assert [str(placement) for placement in Placement] == ["ARENA", "HOST", "ROWS"]
