@@ -1,0 +1,367 @@
+"""The simulated device: late uploads, budgets, loss; and packing, staging and uploading through it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ggufstream.backends.arena import Arena
+from ggufstream.backends.base import Backend, Chunk, Copy, Intent, Staging, Ticket
+from ggufstream.backends.host_memory import Counter, DoneTicket, HostChunk, HostStaging, anonymous_memory, copy_now
+from ggufstream.backends.simulated import PROFILES, SimulatedBackend
+from ggufstream.backends.testing import random_bytes
+from ggufstream.errors import (
+    DeviceLostError,
+    OptionError,
+    OutOfDeviceMemoryError,
+    OutOfHostMemoryError,
+    UnsupportedByDeviceError,
+)
+from ggufstream.ggml_types import BY_ID, BY_NAME
+from ggufstream.layouts import Bytes, Planar
+from ggufstream.plan import DEVICE, LoadPlan
+from ggufstream.ranges import Range
+from ggufstream.repack import destinations, flush, pack, staged_bytes, staged_copies
+from ggufstream.upload import InFlight, StagingPool, Uploads
+from plans import Device, Spec, index_of, plan_of
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def opened(stack: ExitStack, profile: str = "discrete-24g") -> SimulatedBackend:
+    backend = stack.enter_context(SimulatedBackend(profile))
+    stack.callback(lambda: _nothing_left(backend))
+    return backend
+
+
+def _nothing_left(backend: SimulatedBackend) -> None:
+    statistics = backend.statistics()
+    assert (statistics["live_bytes"], statistics["live_chunks"], statistics["staging_bytes"]) == (0, 0, 0)
+
+
+def staged(stack: ExitStack, backend: Backend, data: Bytes) -> Staging:
+    staging = backend.staging(data.size)
+    stack.callback(staging.close)
+    np.copyto(staging.view, data)
+    return staging
+
+
+def chunk_of(stack: ExitStack, backend: Backend, nbytes: int) -> Chunk:
+    chunk = backend.allocate(nbytes)
+    stack.callback(chunk.close)
+    return chunk
+
+
+def contents(backend: Backend, chunk: Chunk) -> Bytes:
+    out = np.empty(chunk.nbytes, np.uint8)
+    backend.read(chunk, 0, out)
+    return out
+
+
+# --- The device -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_staging_memory_that_is_reused_early_spoils_the_upload(stack: ExitStack, profile: str) -> None:
+    """This is what the device is for: it copies when the ticket is waited for, and not before."""
+    backend = opened(stack, profile)
+    chunk = chunk_of(stack, backend, 1000)
+    staging = staged(stack, backend, random_bytes(1000))
+    ticket = backend.upload(staging, [Copy(0, chunk, 0, 1000)])
+    assert backend.statistics()["uploads_in_flight"] == 1
+    staging.view[:] = 7
+    ticket.wait()
+    assert (contents(backend, chunk) == 7).all()
+    assert backend.statistics()["uploads_in_flight"] == 0
+    staging.view[:] = 8
+    ticket.wait()
+    assert ticket.done()
+    assert (contents(backend, chunk) == 7).all()
+
+
+def test_a_ticket_waits_for_those_before_it(stack: ExitStack) -> None:
+    backend = opened(stack)
+    chunk = chunk_of(stack, backend, 100)
+    ring = [staged(stack, backend, np.full(100, i, np.uint8)) for i in range(4)]
+    tickets = [backend.upload(staging, [Copy(0, chunk, 0, 100)]) for staging in ring]
+    tickets[2].wait()
+    assert (contents(backend, chunk) == 2).all()
+    assert backend.statistics()["uploads_in_flight"] == 1
+    assert tickets[0].done()
+    tickets[3].wait()
+    assert (contents(backend, chunk) == 3).all()
+
+
+def test_a_lost_device_answers_nothing(stack: ExitStack) -> None:
+    backend = opened(stack)
+    chunk = chunk_of(stack, backend, 100)
+    staging = staged(stack, backend, random_bytes(100))
+    before = backend.upload(staging, [Copy(0, chunk, 0, 100)])
+    before.wait()
+    late = backend.upload(staging, [Copy(0, chunk, 0, 100)])
+    backend.lose()
+    before.wait()  # what had finished has finished
+    for ask in (late.wait, late.done, lambda: contents(backend, chunk)):
+        with pytest.raises(DeviceLostError, match="discrete-24g"):
+            ask()
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_the_budget_is_one(stack: ExitStack, profile: str) -> None:
+    backend = opened(stack, profile)
+    budget = backend.capabilities.budget_bytes
+    assert budget is not None
+    step = min(backend.capabilities.max_chunk_bytes, budget)
+    chunks = [backend.allocate(step) for _ in range(budget // step)]  # untouched memory costs nothing
+    left = budget - step * len(chunks)
+    with pytest.raises(OutOfDeviceMemoryError) as caught:
+        backend.allocate(left + 1)
+    assert (caught.value.needed, caught.value.available) == (left + 1, left)
+    chunks.pop().close()
+    chunks.append(backend.allocate(step))
+    for chunk in chunks:
+        chunk.close()
+    assert backend.statistics()["peak_bytes"] == step * len(chunks)
+
+
+def test_a_chunk_has_a_largest_size(stack: ExitStack) -> None:
+    backend = opened(stack)
+    with pytest.raises(OutOfDeviceMemoryError):
+        backend.allocate(backend.capabilities.max_chunk_bytes + 1)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_profiles_agree_with_themselves(profile: str) -> None:
+    facts = PROFILES[profile]
+    assert facts.backend == f"simulated:{profile}"
+    assert 0 < facts.chunk_bytes <= facts.max_chunk_bytes
+    assert facts.slice_alignment % facts.plane_alignment == 0
+    assert facts.direct == (facts.memory != "discrete")
+    with SimulatedBackend(profile) as backend:
+        assert backend.capabilities == facts
+        for ggml_type in BY_ID.values():
+            layout = backend.resolve(ggml_type, (4, 256), Intent.BINDABLE)
+            assert layout is not None
+            assert layout.name == ("planar" if ggml_type.is_quantized else "raw")
+            assert backend.resolve(ggml_type, (4, 256), Intent.LOOKUP) is None
+        assert backend.resolve(BY_NAME["F64"], (4, 256), Intent.LINEAR) is None
+
+
+def test_profiles_that_do_not_exist_or_cannot_be_mapped() -> None:
+    with pytest.raises(OptionError, match="discrete-24g"):
+        SimulatedBackend("huge")
+    with pytest.raises(UnsupportedByDeviceError, match="mapped"):
+        SimulatedBackend("discrete-24g", direct=True)
+    assert SimulatedBackend("igpu-unified", direct=False).capabilities.direct is False
+
+
+def test_device_memory_is_not_resident_and_cannot_be_seen(stack: ExitStack) -> None:
+    backend = opened(stack)
+    chunk = chunk_of(stack, backend, 10)
+    assert chunk.view is None
+    assert not contents(backend, chunk).any()
+    assert chunk_of(stack, backend, 10).handle != chunk.handle
+
+
+# --- Host memory ----------------------------------------------------------------------------------------------------
+
+
+def test_host_memory_is_zeros_at_a_page() -> None:
+    for nbytes in (0, 1, 4097, 3 << 20):
+        memory = anonymous_memory(nbytes, owner="test")
+        assert (memory.size, memory.flags.writeable) == (nbytes, True)
+        assert memory.ctypes.data % 4096 == 0
+        assert not memory.any()
+
+
+@pytest.mark.parametrize("nbytes", [1 << 62, 1 << 70])
+def test_host_memory_that_there_is_not(nbytes: int) -> None:
+    counter = Counter()
+    with pytest.raises(OutOfHostMemoryError) as caught:
+        HostChunk(nbytes, owner="test", counter=counter)
+    assert (caught.value.needed, caught.value.backend) == (nbytes, "test")
+    assert (counter.live, counter.live_bytes) == (0, 0)
+
+
+def test_counters_follow_open_memory() -> None:
+    counter = Counter()
+    chunk, staging = HostChunk(100, owner="t", counter=counter), HostStaging(50, owner="t", counter=counter)
+    assert (counter.live, counter.live_bytes, counter.peak_bytes) == (2, 150, 150)
+    kept = chunk.view
+    kept[:] = 5
+    for memory in (chunk, staging, chunk):
+        memory.close()
+    assert (counter.live, counter.live_bytes, counter.peak_bytes) == (0, 0, 150)
+    assert (kept == 5).all(), "a view that somebody still holds must not dangle"
+
+
+def test_copy_now_copies_now() -> None:
+    counter = Counter()
+    chunk, staging = HostChunk(100, owner="t", counter=counter), HostStaging(50, owner="t", counter=counter)
+    staging.view[:] = random_bytes(50)
+    ticket = copy_now(staging, [Copy(10, chunk, 90, 10), Copy(0, chunk, 0, 3), Copy(0, chunk, 50, 0)])
+    assert ticket.done()
+    want = np.zeros(100, np.uint8)
+    want[90:], want[:3] = staging.view[10:20], staging.view[:3]
+    np.testing.assert_array_equal(chunk.view, want)
+
+
+# --- Packing, staging, uploading ------------------------------------------------------------------------------------
+
+TYPES = ["F32", "F16", "BF16", "Q4_0", "Q8_0", "Q6_K", "MXFP4", "I8"]
+
+
+def device_of(kind: str, plane_alignment: int) -> Device:
+    profile = "igpu-unified" if kind == "direct" else "discrete-24g"
+    return Device(
+        profile,
+        resolve=lambda ggml_type, shape, intent: (
+            None if ggml_type.name in {"F16", "BF16"} else Planar(alignment=plane_alignment)
+        ),
+        slice_alignment=64 * plane_alignment,
+        plane_alignment=plane_alignment,
+        max_slice_bytes=1 << 14,
+        chunk_bytes=40_000,
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.sampled_from(TYPES), st.integers(1, 12), st.integers(1, 3)), min_size=1, max_size=8),
+    plane_alignment=st.sampled_from([16, 64]),
+    kind=st.sampled_from(["direct", "staged"]),
+    seed=st.integers(0, 99),
+    data=st.data(),
+)
+def test_every_byte_arrives(
+    rows: list[tuple[str, int, int]], plane_alignment: int, kind: str, seed: int, data: st.DataObject
+) -> None:
+    """All ranges of a plan in any order: the slices hold what packing each slice in one go gives, and padding stays."""
+    specs = [
+        Spec(f"blk.{number}.attn_q.weight", name, (blocks * BY_NAME[name].block_elements, count))
+        for number, (name, count, blocks) in enumerate(rows)
+    ]
+    index = index_of(specs)
+    file = random_bytes(index.shards[0].size, seed)
+    file.flags.writeable = False
+    with device_of(kind, plane_alignment) as backend, ExitStack() as stack:
+        load_plan = plan_of(index, backend, range_bytes=4096, lazy="off")
+        capabilities = backend.capabilities
+        arena = Arena(
+            name=DEVICE,
+            allocate=backend.allocate,
+            slice_bytes=load_plan.arenas[DEVICE].slice_bytes,
+            chunk_bytes=capabilities.chunk_bytes,
+        )
+        stack.callback(arena.close)
+        arena.grow_to(len(load_plan.arenas[DEVICE].slice_bytes) - 1)
+        assert arena.used_bytes == arena.planned_bytes
+        pool = StagingPool(backend.staging, max(staged_bytes(part, plane_alignment) for part in load_plan.ranges))
+        uploads = Uploads(pool)
+        stack.callback(uploads.drain)
+        for part in data.draw(st.permutations(load_plan.ranges)):
+            source = file[part.offset : part.offset + part.nbytes]
+            if kind == "direct":
+                pack(part, load_plan, source, destinations(part, load_plan, arena))
+                flush(part, load_plan, arena)
+            else:
+                send(part, load_plan, source, arena, backend, pool, uploads)
+        for part in load_plan.ranges:
+            if kind == "staged":
+                uploads.settle(part)
+        check_slices(load_plan, file, arena, backend)
+    statistics = backend.statistics()
+    assert statistics["live_bytes"] == statistics["staging_bytes"] == 0
+
+
+def send(
+    part: Range,
+    load_plan: LoadPlan,
+    source: Bytes,
+    arena: Arena,
+    backend: Backend,
+    pool: StagingPool,
+    uploads: Uploads,
+) -> None:
+    alignment = backend.capabilities.plane_alignment
+    staging = pool.take()
+    runs, copies = staged_copies(part, load_plan, arena, staging, alignment)
+    assert all(copy.source_offset % alignment == 0 for copy in copies)
+    ends = [copy.source_offset + copy.nbytes for copy in copies]
+    assert all(copy.source_offset >= end for copy, end in zip(copies[1:], ends, strict=False))
+    assert max(ends) <= staged_bytes(part, alignment) <= staging.nbytes
+    pack(part, load_plan, source, runs)
+    uploads.add(InFlight(part=part, staging=staging, ticket=backend.upload(staging, copies)))
+
+
+def check_slices(load_plan: LoadPlan, file: Bytes, arena: Arena, backend: Backend) -> None:
+    for entry in load_plan.entries:
+        for part in entry.slices:
+            extent = part.extent
+            start = entry.tensor.offset + part.first_block * extent.type.block_bytes
+            want = np.zeros(load_plan.arenas[DEVICE].slice_bytes[part.index], np.uint8)
+            runs = entry.layout.runs(extent, 0, extent.blocks)
+            views = [want[run.offset : run.offset + run.nbytes] for run in runs]
+            entry.layout.pack(extent, file[start : start + extent.file_bytes], views)
+            chunk, offset = arena.place(part.index)
+            got = np.empty(want.size, np.uint8)
+            backend.read(chunk, offset, got)
+            np.testing.assert_array_equal(got, want)
+
+
+def part_number(index: int) -> Range:
+    return Range(index=index, shard=0, offset=0, nbytes=1, arena=DEVICE, pieces=())
+
+
+class FakeTicket(DoneTicket):
+    def __init__(self, log: list[int], number: int, error: Exception | None = None) -> None:
+        self._log, self._number, self._error = log, number, error
+
+    def wait(self) -> None:
+        self._log.append(self._number)
+        if self._error is not None:
+            raise self._error
+
+
+def flying(pool: StagingPool, tickets: Sequence[Ticket]) -> Uploads:
+    uploads = Uploads(pool)
+    for number, ticket in enumerate(tickets):
+        uploads.add(InFlight(part=part_number(number), staging=pool.take(), ticket=ticket))
+    return uploads
+
+
+def test_staging_memory_is_used_again_once_its_upload_is_done() -> None:
+    counter = Counter()
+    pool = StagingPool(lambda nbytes: HostStaging(nbytes, owner="t", counter=counter), 100)
+    log: list[int] = []
+    uploads = flying(pool, [FakeTicket(log, 0), FakeTicket(log, 1)])
+    assert counter.live == 2
+    uploads.settle(part_number(1))
+    pool.give(pool.take())
+    assert counter.live == 2, "a new one was allocated though one is free"
+    assert log == [1]
+    uploads.drain()
+    assert log == [1, 0]
+    assert (counter.live, counter.live_bytes) == (0, 0)
+    uploads.drain()
+
+
+def test_a_lost_device_gives_its_staging_memory_back() -> None:
+    counter = Counter()
+    pool = StagingPool(lambda nbytes: HostStaging(nbytes, owner="t", counter=counter), 100)
+    lost = DeviceLostError("gone", backend="t")
+    uploads = flying(pool, [FakeTicket([], number, lost) for number in range(3)])
+    with pytest.raises(DeviceLostError):
+        uploads.settle(part_number(0))
+    assert counter.live == 3, "the device may still be reading"
+    uploads.drain()
+    assert counter.live == 0
