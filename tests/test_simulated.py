@@ -14,7 +14,7 @@ from ggufstream.backends.arena import Arena
 from ggufstream.backends.base import Backend, Chunk, Copy, Intent, Staging, Ticket
 from ggufstream.backends.host_memory import Counter, DoneTicket, HostChunk, HostStaging, anonymous_memory, copy_now
 from ggufstream.backends.simulated import PROFILES, SimulatedBackend
-from ggufstream.backends.testing import random_bytes
+from ggufstream.backends.testing import BackendConformance, random_bytes
 from ggufstream.errors import (
     DeviceLostError,
     OptionError,
@@ -65,6 +65,27 @@ def contents(backend: Backend, chunk: Chunk) -> Bytes:
     out = np.empty(chunk.nbytes, np.uint8)
     backend.read(chunk, 0, out)
     return out
+
+
+class TestSharedMemory(BackendConformance):
+    raises_when_closed = False
+    test_closed_memory_is_refused = None  # host memory lives as long as its views
+
+    @pytest.fixture
+    def backend(self) -> Iterator[Backend]:
+        with SimulatedBackend("igpu-unified") as backend:
+            yield backend
+
+
+class TestMemoryOfItsOwn(BackendConformance):
+    raises_when_closed = False
+    test_closed_memory_is_refused = None
+    test_direct_writes_arrive_after_flush = None  # the host cannot see it
+
+    @pytest.fixture(params=["discrete-24g", "tiny"])
+    def backend(self, request: pytest.FixtureRequest) -> Iterator[Backend]:
+        with SimulatedBackend(request.param) as backend:
+            yield backend
 
 
 # --- The device -----------------------------------------------------------------------------------------------------
