@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 from itertools import pairwise
 
 import numpy as np
@@ -184,3 +185,23 @@ def test_extents_are_records() -> None:
     assert (extent.blocks, extent.file_bytes) == (6, 108)
     with pytest.raises(dataclasses.FrozenInstanceError):
         extent.rows = 4  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("ggml_type", TYPES)
+def test_packing_takes_no_memory_of_its_own(ggml_type: GGMLType) -> None:
+    """Nothing counts a copy that a packer makes on the way, and there is one packer a worker."""
+    for layout in (Raw(), Planar(), F32()):
+        if not layout.accepts(ggml_type):
+            continue
+        extent = Extent(type=ggml_type, rows=(4 << 20) // ggml_type.block_bytes, row_blocks=1)
+        source, memory = np.zeros(extent.file_bytes, np.uint8), np.zeros(layout.nbytes(extent), np.uint8)
+        runs = views(memory, whole(layout, extent))
+        layout.pack(
+            extent, source[: 256 * ggml_type.block_bytes], [run[: run.size // extent.blocks * 256] for run in runs]
+        )
+        tracemalloc.start()
+        try:
+            layout.pack(extent, source, runs)
+            assert tracemalloc.get_traced_memory()[1] < 1 << 20, layout.name
+        finally:
+            tracemalloc.stop()
