@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -34,10 +35,8 @@ def anonymous_memory(nbytes: int, *, owner: str) -> Bytes:
             remedy="Free memory, or lower the staging budget",
         ) from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with suppress(OSError):  # a kernel without transparent huge pages: slower, nothing else
             memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a kernel without transparent huge pages: slower, nothing else
-            pass
     return np.frombuffer(memory, np.uint8, count=nbytes)
 
 

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from ggufstream.loader import load
     from ggufstream.model import Model, Weight
     from ggufstream.options import Intent, LoadOptions, Placement
-    from ggufstream.plan import LoadPlan, plan
+    from ggufstream.plan import LoadPlan, make_plan
     from ggufstream.report import LoadReport
-    from ggufstream.verify import VerifyReport, verify
+    from ggufstream.verification import VerifyReport, verify
 
 _MODULES = {
     "Backend": "backends.base",
@@ -40,13 +40,13 @@ _MODULES = {
     "LoadReport": "report",
     "Model": "model",
     "Placement": "options",
-    "VerifyReport": "verify",
+    "VerifyReport": "verification",
     "Weight": "model",
     "load": "loader",
     "open_backend": "backends.registry",
-    "plan": "plan",
+    "make_plan": "plan",
     "read_index": "gguf_file",
-    "verify": "verify",
+    "verify": "verification",
 }
 
 __all__ = [
@@ -65,8 +65,8 @@ __all__ = [
     "VerifyReport",
     "Weight",
     "load",
+    "make_plan",
     "open_backend",
-    "plan",
     "read_index",
     "verify",
 ]

@@ -194,7 +194,7 @@ async def _plan(file: str, options: LoadOptions) -> dict[str, Any]:
 
     from ggufstream.backends.registry import open_backend
     from ggufstream.gguf_file import read_index
-    from ggufstream.plan import plan as make_plan
+    from ggufstream.plan import make_plan
 
     index = await read_index(file)
     direct = {"auto": None, "direct": True, "staged": False}[options.upload]
@@ -241,7 +241,7 @@ def verify(file: str, *, as_json: bool, log_format: LogFormat, **given: Any) -> 
     """
     options = _settle(log_format=log_format, **given)
     from ggufstream.loader import load as load_model
-    from ggufstream.verify import verify as verify_model
+    from ggufstream.verification import verify as verify_model
 
     async def work() -> dict[str, Any]:
         with progress_bar(log_format) as bar:

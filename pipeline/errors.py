@@ -94,7 +94,9 @@ class FileError(GGUFStreamError):
         self.offset = offset
         self.needed = needed
         self.available = available
-        super().__init__(f"{self.file}: {what}", remedy=remedy)
+        # One line whatever the name: a path may hold line breaks and terminal escapes.
+        shown = self.file if self.file.isprintable() else ascii(self.file)
+        super().__init__(f"{shown}: {what}", remedy=remedy)
 
 
 class MissingFileError(FileError, FileNotFoundError):

@@ -34,7 +34,7 @@ from ggufstream.gguf_file import FileIndex, Shard, read_index
 from ggufstream.model import Model
 from ggufstream.options import LoadOptions, Placement
 from ggufstream.pages import Residency, rss_bytes
-from ggufstream.plan import DEVICE, HOST, LoadPlan, check_fits, plan
+from ggufstream.plan import DEVICE, HOST, LoadPlan, check_fits, make_plan
 from ggufstream.read import Source, choose_io, open_source
 from ggufstream.release import Releaser
 from ggufstream.report import ArenaReport, FallbackReport, LoadReport, PlacementReport
@@ -243,7 +243,7 @@ class _Load:
         return self._owned.enter_context(backend)
 
     def _plan(self, index: FileIndex, backend: Backend) -> LoadPlan:
-        load_plan = plan(index, backend=backend, options=self._options)
+        load_plan = make_plan(index, backend=backend, options=self._options)
         check_fits(load_plan)
         return load_plan
 

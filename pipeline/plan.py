@@ -29,7 +29,7 @@ __all__ = [
     "PlanEntry",
     "SlicePlan",
     "check_fits",
-    "plan",
+    "make_plan",
 ]
 
 DEVICE = "device"
@@ -145,7 +145,7 @@ class LoadPlan:
         }
 
 
-def plan(index: FileIndex, *, backend: Backend, options: LoadOptions) -> LoadPlan:
+def make_plan(index: FileIndex, *, backend: Backend, options: LoadOptions) -> LoadPlan:
     """Decide everything about a load. Pure: reads nothing, allocates nothing.
 
     Raises:

@@ -20,7 +20,7 @@ from ggufstream.gguf_layout import TensorInfo
 from ggufstream.layouts import Bytes, Layout
 from ggufstream.options import LoadOptions
 from ggufstream.pages import PAGE
-from ggufstream.plan import LoadPlan, plan
+from ggufstream.plan import LoadPlan, make_plan
 
 __all__ = ["Device", "Spec", "chill", "disk_folder", "index_of", "plan_of", "replace_index", "warm", "write_file"]
 
@@ -109,7 +109,7 @@ class Device(BackendWrapper):
 
 
 def plan_of(index: FileIndex, backend: Backend | None = None, **options: Any) -> LoadPlan:
-    return plan(index, backend=backend or Device(), options=LoadOptions(**options))
+    return make_plan(index, backend=backend or Device(), options=LoadOptions(**options))
 
 
 @contextmanager

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ggufstream.ggml_types import BY_NAME
 from tests.gguf_builder import STRING, Tensor, build, pair, text
 from tests.weights import finite_blocks
-
-from ggufstream.ggml_types import BY_NAME
 
 __all__ = ["MIXED", "TensorSpec", "write_model"]
 
@@ -35,7 +34,7 @@ MIXED: Sequence[TensorSpec] = (
     *(spec for n in range(3) for spec in _layer(n)),
     ("output_norm.weight", "F32", (256,)),
     ("something.unheard.of", "I32", (5,)),
-    ("empty.weight", "Q4_0", (32, 0)),
+    ("blk.2.ffn_gate.weight", "Q4_0", (32, 0)),
 )
 """A tied table above everything else, a lookup table between the weights, experts, odd rows, a name nobody knows."""
 

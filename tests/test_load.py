@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.small_models import MIXED, write_model
 
 import ggufstream
 from ggufstream.backends.base import Intent
@@ -28,6 +27,7 @@ from ggufstream.errors import (
 from ggufstream.events import ArenaGrown, Event, LoadFailed, LoadFinished, LoadStarted, Planned, Progress, TensorReady
 from ggufstream.ggml_types import GGMLType
 from ggufstream.layouts import Layout
+from tests.small_models import MIXED, write_model
 
 BACKENDS = ("cpu", "cpu_scalar", "vulkan", "simulated:discrete-24g", "simulated:igpu-unified")
 UPLOADS = ("auto", "staged")
@@ -351,7 +351,7 @@ def bad_options() -> Sequence[tuple[dict[str, object], str]]:
 @pytest.mark.parametrize(("options", "says"), bad_options())
 @pytest.mark.asyncio
 async def test_options_that_cannot_be_used_are_named(mixed: Path, options: dict[str, object], says: str) -> None:
-    with pytest.raises(OptionError, match="") as caught:
+    with pytest.raises(OptionError) as caught:
         await ggufstream.load(mixed, **{"backend": "cpu", **options})
     assert says in str(caught.value)
 

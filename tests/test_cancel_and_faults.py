@@ -1,0 +1,323 @@
+"""Ending a load early, by cancelling it at any moment or by any fault: everything is given back, the error is typed."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+import ggufstream
+from ggufstream import file_bytes, read
+from ggufstream.backends.base import Backend
+from ggufstream.backends.cpu import CpuBackend
+from ggufstream.backends.registry import open_backend
+from ggufstream.backends.simulated import SimulatedBackend
+from ggufstream.backends.testing import FaultyBackend, SlowBackend
+from ggufstream.errors import (
+    DeviceLostError,
+    FileChangedError,
+    FileError,
+    OutOfDeviceMemoryError,
+    OutOfHostMemoryError,
+    UnreadableFileError,
+)
+from ggufstream.events import Event, LoadCancelled, LoadFailed, LoadFinished, Progress
+from tests.small_models import write_model
+
+RANGE = 64 << 10
+BACKENDS = ("cpu", "simulated:discrete-24g", "simulated:igpu-unified")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "mixed.gguf")
+
+
+def traces_of(path: Path) -> tuple[list[str], list[str]]:
+    """Open descriptors and mappings of the file in this process."""
+    descriptors = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+        if target == str(path):
+            descriptors.append(name)
+    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path))]
+    return descriptors, maps
+
+
+@contextmanager
+def nothing_is_left(path: Path, backend: Backend) -> Iterator[None]:
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    assert traces_of(path) == ([], [])
+    assert len(os.listdir("/proc/self/fd")) == before
+    statistics = backend.statistics()
+    assert (statistics["live_bytes"], statistics["live_chunks"], statistics["staging_bytes"]) == (0, 0, 0)
+
+
+class CancelAt:
+    """A sink that cancels a scope at the n-th event."""
+
+    def __init__(self, n: int) -> None:
+        self.scope = anyio.CancelScope()
+        self.n = n
+        self.events: list[Event] = []
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+        if len(self.events) == self.n:
+            self.scope.cancel()
+
+
+async def cancelled_at(path: Path, backend: Backend, n: int, **options: Any) -> CancelAt:
+    sink = CancelAt(n)
+    with sink.scope:
+        model = await ggufstream.load(path, backend=backend, range_bytes=RANGE, sinks=[sink], **options)
+        await model.aclose()
+    return sink
+
+
+@pytest.mark.parametrize("io", ["mmap", "pread", "direct"])
+@pytest.mark.parametrize("spec", BACKENDS)
+@pytest.mark.asyncio
+async def test_cancel_at_every_event_gives_everything_back(path: Path, spec: str, io: str) -> None:
+    with open_backend(spec) as backend:
+        n = 0
+        while True:
+            n += 1
+            with nothing_is_left(path, backend):
+                sink = await cancelled_at(path, backend, n, io=io)
+            if len(sink.events) < n:
+                break  # the load has fewer events than that: it ended by itself
+            last = sink.events[-1]
+            # Cancelled on the way it says so; at its very last event the model exists, and was closed here.
+            assert isinstance(last, LoadCancelled | LoadFinished)
+            assert isinstance(last, LoadFinished) == (sink.n == len(sink.events))
+        assert n > 40
+
+
+@pytest.mark.parametrize("upload", ["direct", "staged"])
+@pytest.mark.asyncio
+async def test_cancel_on_vulkan_gives_everything_back(path: Path, upload: str) -> None:
+    with open_backend("vulkan", device="llvmpipe", direct=upload == "direct") as backend:
+        for n in range(1, 75, 3):
+            with nothing_is_left(path, backend):
+                await cancelled_at(path, backend, n)
+
+
+@pytest.mark.asyncio
+async def test_cancel_waits_for_uploads_in_flight_before_it_frees(path: Path) -> None:
+    freed: list[str] = []
+    backend = SlowBackend(SimulatedBackend("discrete-24g"))
+    with backend.held():
+        task = asyncio.ensure_future(ggufstream.load(path, backend=backend, range_bytes=RANGE, io="pread"))
+        await asyncio.to_thread(backend.wait_started, 2)
+        task.cancel()
+        done, _ = await asyncio.wait([task], timeout=0.05)
+        assert not done
+        assert backend.statistics()["live_bytes"] > 0
+        assert freed == []
+        backend.finish()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert backend.statistics()["live_bytes"] == 0
+    assert backend.statistics()["staging_bytes"] == 0
+    backend.close()
+
+
+@pytest.mark.asyncio
+async def test_staging_memory_is_never_reused_before_the_device_has_read_it(path: Path) -> None:
+    # Uploads run late, and finished staging memory is poisoned: reuse too early would show as wrong bytes.
+    backend = SlowBackend(SimulatedBackend("discrete-24g"))
+    backend.finish()
+    async with await ggufstream.load(path, backend=backend, range_bytes=RANGE, staging_bytes=1 << 20) as model:
+        assert (await ggufstream.verify(model)).differing == ()
+    backend.close()
+
+
+@pytest.mark.parametrize("method", ["allocate", "staging", "upload", "wait"])
+@pytest.mark.asyncio
+async def test_a_fault_at_every_call_is_typed_and_leaves_nothing(path: Path, method: str) -> None:
+    expected = {
+        "allocate": OutOfDeviceMemoryError,
+        "staging": OutOfHostMemoryError,
+        "upload": DeviceLostError,
+        "wait": DeviceLostError,
+    }[method]
+    failures = 0
+    for n in range(1, 40):
+        backend = FaultyBackend(SimulatedBackend("discrete-24g"), fail={method: n})
+        events: list[Event] = []
+        with nothing_is_left(path, backend):
+            try:
+                model = await ggufstream.load(
+                    path, backend=backend, range_bytes=RANGE, chunk_bytes=128 << 10, sinks=[events.append]
+                )
+            except expected as error:
+                failures += 1
+                assert isinstance(events[-1], LoadFailed)
+                assert not holds_memory(error)
+                works_again = expected is not DeviceLostError
+            else:
+                works_again = False
+                assert (await ggufstream.verify(model)).differing == ()
+                await model.aclose()
+        if works_again:  # the same backend, for another load
+            async with await ggufstream.load(path, backend=backend, range_bytes=RANGE) as model:
+                assert len(model) > 0
+        backend.close()
+    assert failures > 0 or method == "allocate"  # an allocation that fails is tried again, smaller
+
+
+def holds_memory(error: BaseException) -> bool:
+    """Whether the frames of a caught error refer to a slab or a mapping."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        if any(name in traceback.tb_frame.f_locals for name in ("scratch", "staging", "runs", "source")):
+            return True
+        traceback = traceback.tb_next
+    return False
+
+
+@pytest.mark.asyncio
+async def test_an_allocation_that_never_succeeds_names_the_numbers(path: Path) -> None:
+    class Full(CpuBackend):
+        def allocate(self, nbytes: int):
+            raise OutOfDeviceMemoryError("full", backend="cpu", needed=nbytes, available=17)
+
+    with Full() as backend, nothing_is_left(path, backend):
+        with pytest.raises(OutOfDeviceMemoryError, match="of arena device") as caught:
+            await ggufstream.load(path, backend=backend)
+        assert caught.value.available == 17
+
+
+def failing_preadv(code: int, nth: int) -> Callable[..., int]:
+    real, calls = os.preadv, iter(range(1, 1 << 30))
+
+    def preadv(*arguments: Any) -> int:
+        if next(calls) == nth:
+            raise OSError(code, os.strerror(code))
+        return real(*arguments)
+
+    return preadv
+
+
+@pytest.mark.parametrize("io", ["pread", "direct"])
+@pytest.mark.asyncio
+async def test_a_read_error_names_the_tensor_and_the_next_load_works(
+    path: Path, io: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CpuBackend() as backend:
+        with nothing_is_left(path, backend), monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", failing_preadv(errno.EIO, 5))
+            with pytest.raises(UnreadableFileError, match=r"blk\.|token_embd|per_layer") as caught:
+                await ggufstream.load(path, backend=backend, range_bytes=RANGE, io=io)
+        error = caught.value
+        assert error.errno == errno.EIO
+        assert error.tensor in str(error)
+        assert str(path) in str(error)
+        async with await ggufstream.load(path, backend=backend, range_bytes=RANGE, io=io) as model:
+            assert (await ggufstream.verify(model)).differing == ()
+
+
+class At:
+    """A sink that acts once, when the given share of the bytes is done."""
+
+    def __init__(self, share: float, act: Callable[[], object]) -> None:
+        self.share = share
+        self.act: Callable[[], object] | None = act
+
+    def __call__(self, event: Event) -> None:
+        if self.act is not None and isinstance(event, Progress) and event.bytes_done >= self.share * event.bytes_total:
+            act, self.act = self.act, None
+            act()
+
+
+@pytest.mark.parametrize("io", ["mmap", "pread", "direct"])
+@pytest.mark.asyncio
+async def test_a_file_that_is_overwritten_meanwhile_is_an_error(tmp_path: Path, io: str) -> None:
+    target = write_model(tmp_path / "m.gguf")
+    other = write_model(tmp_path / "other.gguf", seed=9).read_bytes()
+
+    def overwrite() -> None:
+        with target.open("r+b") as file:
+            file.write(other)
+
+    with CpuBackend() as backend, nothing_is_left(target, backend):
+        with pytest.raises(FileChangedError, match="mtime_ns"):
+            await ggufstream.load(target, backend=backend, range_bytes=RANGE, io=io, sinks=[At(0.3, overwrite)])
+
+
+@pytest.mark.parametrize("io", ["pread", "direct"])
+@pytest.mark.asyncio
+async def test_a_file_that_is_cut_meanwhile_is_an_error(tmp_path: Path, io: str) -> None:
+    target = write_model(tmp_path / "m.gguf")
+    with CpuBackend() as backend, nothing_is_left(target, backend):
+        with pytest.raises(FileError, match=r"truncated|changed"):
+            await ggufstream.load(
+                target,
+                backend=backend,
+                range_bytes=RANGE,
+                io=io,
+                sinks=[At(0.2, lambda: os.truncate(target, 600_000))],
+            )
+
+
+@pytest.mark.parametrize("io", ["mmap", "pread", "direct"])
+@pytest.mark.asyncio
+async def test_a_file_that_is_replaced_meanwhile_loads_as_it_was(tmp_path: Path, io: str) -> None:
+    target = write_model(tmp_path / "m.gguf")
+    other = write_model(tmp_path / "other.gguf", seed=9)
+    expected = target.read_bytes()
+    sink = At(0.3, lambda: other.replace(target))
+    async with await ggufstream.load(target, backend="cpu", range_bytes=RANGE, io=io, sinks=[sink], lazy="on") as model:
+        for name in ("blk.2.attn_v.weight", "per_layer_token_embd.weight", "token_embd.weight"):
+            tensor = model.index.tensor(name)
+            assert await model[name].read() == expected[tensor.offset : tensor.offset + tensor.nbytes]
+
+
+@pytest.mark.asyncio
+async def test_two_loads_at_once_and_one_is_cancelled(path: Path) -> None:
+    with open_backend("vulkan", device="llvmpipe", direct=False) as backend, nothing_is_left(path, backend):
+        sink = CancelAt(20)
+
+        async def cancelled() -> None:
+            with sink.scope:
+                await ggufstream.load(path, backend=backend, range_bytes=RANGE, sinks=[sink])
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(cancelled)
+            model = await ggufstream.load(path, backend=backend, range_bytes=RANGE)
+        assert (await ggufstream.verify(model)).differing == ()
+        assert isinstance(sink.events[-1], LoadCancelled)
+        await model.aclose()
+
+
+@pytest.mark.asyncio
+async def test_short_reads_are_completed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.preadv
+
+    def short(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        return real(descriptor, [buffers[0][:4099]], offset)
+
+    for module in (file_bytes, read):
+        monkeypatch.setattr(module.os, "preadv", short)
+    async with await ggufstream.load(path, backend="cpu", io="pread", range_bytes=RANGE) as model:
+        monkeypatch.undo()
+        assert (await ggufstream.verify(model)).differing == ()
+
+
+@pytest.mark.public_api
+@pytest.mark.asyncio
+async def test_the_event_loop_is_never_blocked(path: Path, blockbuster: object) -> None:
+    async with await ggufstream.load(path, backend="cpu", range_bytes=RANGE) as model:
+        await model["token_embd.weight"].read()
