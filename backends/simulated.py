@@ -159,15 +159,19 @@ class SimulatedBackend(Backend):
         return Raw()
 
     def allocate(self, nbytes: int) -> Chunk:
-        budget = self.capabilities.budget_bytes
-        free = None if budget is None else budget - self._chunks.live_bytes
-        if nbytes > self.capabilities.max_chunk_bytes or (free is not None and nbytes > free):
-            raise OutOfDeviceMemoryError(
-                f"cannot allocate {nbytes:,} bytes", backend=self.capabilities.backend, needed=nbytes, available=free
-            )
-        if self.capabilities.memory == "discrete":
-            return _DeviceChunk(nbytes, self._chunks)
-        return HostChunk(nbytes, owner=self.name, counter=self._chunks)
+        with self._lock:  # so that two threads never both get the last bytes
+            budget = self.capabilities.budget_bytes
+            free = None if budget is None else budget - self._chunks.live_bytes
+            if nbytes > self.capabilities.max_chunk_bytes or (free is not None and nbytes > free):
+                raise OutOfDeviceMemoryError(
+                    f"cannot allocate {nbytes:,} bytes",
+                    backend=self.capabilities.backend,
+                    needed=nbytes,
+                    available=free,
+                )
+            if self.capabilities.memory == "discrete":
+                return _DeviceChunk(nbytes, self._chunks)
+            return HostChunk(nbytes, owner=self.name, counter=self._chunks)
 
     def staging(self, nbytes: int) -> Staging:
         return HostStaging(nbytes, owner=self.name, counter=self._staging)

@@ -238,7 +238,7 @@ class DirectSource(PreadSource):
                     return super().fetch(part, scratch)
                 raise self._failed(part, position, error) from None
             if count < PAGE and position + count < end:
-                raise self._ended(part, position + count)
+                return super().fetch(part, scratch)  # at the end of the file, or no progress to be had this way
             position += count
             if position < end:
                 position -= position % PAGE  # a short read may end anywhere; go on with the page that it ended in

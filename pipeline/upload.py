@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from ggufstream.backends.base import Staging, Ticket
@@ -84,9 +84,10 @@ class Uploads:
 
     def drain(self) -> None:
         """Wait for whatever is in flight, then free all staging memory. For the end of a load, however it ends."""
-        while self._in_flight:
-            _, upload = self._in_flight.popitem()
-            with suppress(DeviceError):  # a lost device writes no more; its memory is given back all the same
-                upload.ticket.wait()
-            upload.staging.close()
-        self._pool.close()
+        with ExitStack() as memory:
+            memory.callback(self._pool.close)
+            while self._in_flight:
+                _, upload = self._in_flight.popitem()
+                memory.callback(upload.staging.close)
+                with suppress(DeviceError):  # a lost device writes no more; its memory is given back all the same
+                    upload.ticket.wait()
