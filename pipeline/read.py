@@ -141,17 +141,18 @@ class Source(ABC):
         """The typed error for a read that failed at a byte of the file."""
         return read_error(error, file=self.shard.path, tensor=self._plan.tensor_at(part, offset), offset=offset)
 
-    def _ended(self, part: Range, offset: int) -> FileError:
+    def _ended(self, part: Range) -> FileError:
         """The typed error for a file that is shorter now than its header's ``fstat`` said."""
-        tensor = self._plan.tensor_at(part, offset)
+        size = os.fstat(self.descriptor).st_size
+        tensor = self._plan.tensor_at(part, size)
         return TruncatedFileError(
-            f"ends at byte {offset:,}, in {tensor}, but had {self.shard.size:,} bytes when loading began: "
+            f"ends at byte {size:,}, before the end of {tensor}, but had {self.shard.size:,} bytes when loading began: "
             f"it was truncated meanwhile",
             file=self.shard.path,
             tensor=tensor,
-            offset=offset,
+            offset=size,
             needed=part.offset + part.nbytes,
-            available=os.fstat(self.descriptor).st_size,
+            available=size,
             remedy="Load it again when nothing writes to it",
         )
 
@@ -197,7 +198,7 @@ class PreadSource(Source):
             left = sum(buffer.size for buffer in buffers)
             raise self._failed(part, part.offset + part.nbytes - left, error) from None
         if count < part.nbytes:
-            raise self._ended(part, part.offset + count)
+            raise self._ended(part)
 
 
 class DirectSource(PreadSource):
@@ -292,7 +293,7 @@ class MappedSource(Source):
             if error.errno == errno.EINVAL:  # before Linux 5.14: the size is all that can be checked
                 self.check_unchanged()
             elif os.fstat(self.descriptor).st_size < part.offset + part.nbytes:
-                raise self._ended(part, os.fstat(self.descriptor).st_size) from None
+                raise self._ended(part) from None
             else:
                 raise self._failed(part, part.offset, error) from None
         return view
