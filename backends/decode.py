@@ -260,6 +260,7 @@ _DECODERS: Mapping[str, Callable[[_Blocks], _Floats]] = MappingProxyType(
     {
         "Q1_0": _q1_0,
         "Q2_0": _q2_0,
+        "Q2_0_G128": _q2_0,
         "Q4_0": _q4_0,
         "Q4_1": _q4_1,
         "Q5_0": _q5_0,

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-__all__ = ["BY_ID", "BY_NAME", "REMOVED", "GGMLType"]
+__all__ = ["BY_ID", "BY_NAME", "Q2_0_G128", "REMOVED", "GGMLType"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -89,10 +89,14 @@ BY_ID: Mapping[int, GGMLType] = MappingProxyType(
         ]
     )
 )
-"""Every type by its id in the file."""
+"""Every type of ggml by its id in the file."""
 
-BY_NAME: Mapping[str, GGMLType] = MappingProxyType({t.name: t for t in BY_ID.values()})
-"""Every type by its ggml name, ``"Q4_K"`` and so on."""
+Q2_0_G128 = GGMLType(id=42, name="Q2_0_G128", block_elements=128, fields={"d": 2, "qs": 32})
+"""Q2_0 as it was published before ggml took it in with 64 elements a block: the same id and codes, 128 elements a
+scale. Only the place of the tensors in a file tells the two apart (``gguf_layout.settle_q2_0``)."""
+
+BY_NAME: Mapping[str, GGMLType] = MappingProxyType({t.name: t for t in (*BY_ID.values(), Q2_0_G128)})
+"""Every type by its ggml name, ``"Q4_K"`` and so on, and ``"Q2_0_G128"``."""
 
 REMOVED: Mapping[int, str] = MappingProxyType(
     {

@@ -37,7 +37,7 @@ from ggufstream.gguf_arrays import (
     LazyArray,
     decode_text,
 )
-from ggufstream.gguf_layout import TOO_LARGE, TensorInfo, check_layout, quoted, truncated_remedy
+from ggufstream.gguf_layout import TOO_LARGE, TensorInfo, check_layout, quoted, settle_q2_0, truncated_remedy
 
 __all__ = ["Header", "Steps", "parse_header"]
 
@@ -116,12 +116,13 @@ class _Parser:
             key=lambda t: t.offset,
         )
         yield 0
-        warnings = check_layout(self.path, self.size, tensors, data_offset=data_offset, alignment=alignment)
+        settled, warnings = settle_q2_0(self.path, self.size, tensors, alignment=alignment)
+        warnings += check_layout(self.path, self.size, settled, data_offset=data_offset, alignment=alignment)
         return Header(
             version=version,
             alignment=alignment,
             metadata=metadata,
-            tensors=tuple(tensors),
+            tensors=tuple(settled),
             header_bytes=end,
             data_offset=data_offset,
             warnings=warnings,

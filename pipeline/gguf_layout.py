@@ -10,13 +10,13 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from ggufstream.errors import MalformedFileError, TruncatedFileError, UnsupportedFileError
-from ggufstream.ggml_types import GGMLType
+from ggufstream.ggml_types import Q2_0_G128, GGMLType
 
-__all__ = ["TOO_LARGE", "TensorInfo", "check_layout", "quoted", "truncated_remedy"]
+__all__ = ["TOO_LARGE", "TensorInfo", "check_layout", "quoted", "settle_q2_0", "truncated_remedy"]
 
 TOO_LARGE = 1 << 63
 """Sizes are signed 64-bit integers in ggml and in the system."""
@@ -68,6 +68,94 @@ class TensorInfo:
         return math.prod(self.dims)
 
 
+def settle_q2_0(
+    path: str, size: int, tensors: Sequence[TensorInfo], *, alignment: int
+) -> tuple[Sequence[TensorInfo], tuple[str, ...]]:
+    """Decide which block layout the type 42 (Q2_0) of a file has, from the space between the offsets of its tensors.
+
+    ggml's blocks are 64 elements in 18 bytes; files published before ggml had the type hold 128 elements in 34 bytes
+    under the same number (:data:`~ggufstream.ggml_types.Q2_0_G128`). Writers leave no gaps beyond the alignment, so a
+    tensor's space fits one of the two, or both where padding hides the difference. One file has one layout.
+
+    Args:
+        path: For messages.
+        size: Bytes of the file.
+        tensors: Sorted by offset, those of type 42 in ggml's layout.
+        alignment: Of the offsets, in bytes.
+
+    Returns:
+        The tensors in the layout that was found, and warnings.
+
+    Raises:
+        UnsupportedFileError: Some tensors fit only the one layout, some only the other.
+        MalformedFileError: A tensor's space fits neither.
+    """
+    filled = [t for t in tensors if t.nbytes]
+    ends = [t.offset for t in filled[1:]] + [size]
+    spaces = [(t, end - t.offset) for t, end in zip(filled, ends, strict=False) if t.type.id == Q2_0_G128.id]
+    only: dict[str, tuple[TensorInfo, int]] = {}
+    unclear: list[TensorInfo] = []
+    for tensor, space in spaces:
+        fits_older, fits_newer = (
+            nbytes <= space <= nbytes + -nbytes % alignment for nbytes in (_older_bytes(tensor), tensor.nbytes)
+        )
+        if fits_older != fits_newer:
+            only.setdefault(Q2_0_G128.name if fits_older else tensor.type.name, (tensor, space))
+        elif space >= tensor.nbytes:  # both, or a gap that has room for either
+            unclear.append(tensor)
+        elif tensor is not filled[-1]:  # the last one may just be cut, which is for check_layout to say
+            what = f"tensor {_q2_0_room(tensor, space)}: it fits neither"
+            remedy = "The file is corrupt, or uses a layout of a fork of ggml under the same number."
+            raise MalformedFileError(what, file=path, tensor=tensor.name, offset=tensor.offset, remedy=remedy)
+    if len(only) == 2:
+        older, newer = only.pop(Q2_0_G128.name), *only.values()
+        raise UnsupportedFileError(
+            f"the tensors of type 42 (Q2_0) disagree about its layout: {_q2_0_room(*newer)}, {_q2_0_room(*older)}",
+            file=path,
+            tensor=older[0].name,
+            offset=older[0].offset,
+            remedy="The file is cut or corrupt; download it again, or convert the model anew with a current ggml.",
+        )
+    if Q2_0_G128.name in only:
+        return [_as_older(path, t) if t.type.id == Q2_0_G128.id else t for t in tensors], ()
+    if unclear and not only:
+        warning = (
+            f"{path}: the offsets do not tell whether type 42 (Q2_0) has ggml's blocks of 64 elements or the older ones"
+            f" of 128 ({quoted(unclear[0].name)} has room for both); it is read as ggml's"
+        )
+        return tensors, (warning,)
+    return tensors, ()
+
+
+def _older_bytes(tensor: TensorInfo) -> int:
+    """Bytes of a type 42 tensor in the older layout; endless where its rows are no whole number of such blocks."""
+    if tensor.row_elements % Q2_0_G128.block_elements:
+        return TOO_LARGE
+    return tensor.n_elements // Q2_0_G128.block_elements * Q2_0_G128.block_bytes
+
+
+def _as_older(path: str, tensor: TensorInfo) -> TensorInfo:
+    if tensor.row_elements % Q2_0_G128.block_elements:
+        raise MalformedFileError(
+            f"tensor {quoted(tensor.name)}: a row of {tensor.row_elements} elements is not a multiple of the block of"
+            f" {Q2_0_G128.block_elements} that type 42 (Q2_0) has in this file",
+            file=path,
+            tensor=tensor.name,
+            offset=tensor.offset,
+            remedy="The file is corrupt; download it again, or convert the model anew with a current ggml.",
+        )
+    return replace(tensor, type=Q2_0_G128, nbytes=_older_bytes(tensor))
+
+
+def _q2_0_room(tensor: TensorInfo, space: int) -> str:
+    older = _older_bytes(tensor)
+    in_older = f"{older} bytes" if older < TOO_LARGE else "no whole number of blocks"
+    return (
+        f"{quoted(tensor.name)} has room for {space} bytes and takes {tensor.nbytes} bytes in ggml's layout of"
+        f" 64 elements a block, {in_older} in the older one of 128"
+    )
+
+
 def check_layout(
     path: str, size: int, tensors: Sequence[TensorInfo], *, data_offset: int, alignment: int
 ) -> tuple[str, ...]:
@@ -76,15 +164,10 @@ def check_layout(
     Gaps and any order in the table are fine. Returns warnings.
 
     Raises:
-        UnsupportedFileError: type 42 in its older layout.
         TruncatedFileError: a tensor ends after the file.
         MalformedFileError: tensors overlap, or an offset is not a multiple of the alignment.
     """
     filled = [t for t in tensors if t.nbytes]
-    ends = [t.offset for t in filled[1:]] + [size]
-    for tensor, end in zip(filled, ends, strict=False):
-        if tensor.type.id == 42:
-            _check_type_42(path, tensor, space=end - tensor.offset, alignment=alignment)
     for tensor in tensors:
         _check_range(path, size, tensor, data_offset=data_offset, alignment=alignment)
     for first, second in pairwise(filled):
@@ -124,20 +207,6 @@ def _check_range(path: str, size: int, tensor: TensorInfo, *, data_offset: int, 
             needed=tensor.nbytes,
             available=available,
             remedy=truncated_remedy(path),
-        )
-
-
-def _check_type_42(path: str, tensor: TensorInfo, *, space: int, alignment: int) -> None:
-    """Type 42 (Q2_0) is 64 elements in 18 bytes; older files have 128 in 34 under the same number."""
-    older = tensor.n_elements // 128 * 34
-    if tensor.row_elements % 128 == 0 and older <= space <= older + -older % alignment and space < tensor.nbytes:
-        raise UnsupportedFileError(
-            f"tensor {quoted(tensor.name)} has type 42 (Q2_0) in its older layout of 128 elements in 34 bytes:"
-            f" it has room for {space} bytes, the layout of 64 elements in 18 bytes needs {tensor.nbytes}",
-            file=path,
-            tensor=tensor.name,
-            offset=tensor.offset,
-            remedy="Convert the model anew with a current ggml.",
         )
 
 

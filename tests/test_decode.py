@@ -11,7 +11,7 @@ from ggufstream.backends.decode import DECODABLE, decode
 from ggufstream.errors import UnsupportedByDeviceError
 from ggufstream.ggml_types import BY_NAME
 
-WITHOUT_ORACLE = {"Q1_0", "Q2_0"}  # newer than the tables of the gguf package
+WITHOUT_ORACLE = {"Q1_0", "Q2_0", "Q2_0_G128"}  # newer than the tables of the gguf package
 
 
 def same_bits(got: npt.NDArray[np.float32], want: npt.NDArray[np.float32]) -> bool:
@@ -73,13 +73,15 @@ def test_q1_0_is_a_sign_a_bit_lowest_first() -> None:
     assert same_bits(decode(BY_NAME["Q1_0"], blocks.reshape(-1)), want.reshape(-1))
 
 
-def test_q2_0_is_minus_one_to_two_in_two_bits_lowest_first() -> None:
-    codes = np.random.default_rng(0).integers(0, 4, (5, 64), np.uint8)
+@pytest.mark.parametrize("name", ["Q2_0", "Q2_0_G128"])
+def test_q2_0_is_minus_one_to_two_in_two_bits_lowest_first(name: str) -> None:
+    n = BY_NAME[name].block_elements
+    codes = np.random.default_rng(0).integers(0, 4, (5, n), np.uint8)
     scales = np.array([0.5, -2.0, 0.03125, 0.0, 65504.0], np.float16)
-    fours = codes.reshape(5, 16, 4) << np.array([0, 2, 4, 6], np.uint8)
+    fours = codes.reshape(5, n // 4, 4) << np.array([0, 2, 4, 6], np.uint8)
     blocks = np.hstack([scales.view(np.uint8).reshape(5, 2), np.bitwise_or.reduce(fours, axis=2)])
     want = scales.astype(np.float32)[:, None] * (codes.astype(np.float32) - 1)
-    assert same_bits(decode(BY_NAME["Q2_0"], blocks.reshape(-1)), want.reshape(-1))
+    assert same_bits(decode(BY_NAME[name], blocks.reshape(-1)), want.reshape(-1))
 
 
 @pytest.mark.parametrize("name", sorted(DECODABLE))

@@ -9,7 +9,7 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import gguf
@@ -367,25 +367,94 @@ def test_alignment_places_the_data(alignment: int, pad: int) -> None:
     assert raw[tensor.offset : tensor.offset + 32] == struct.pack("<8f", *range(8))
 
 
-def q2_tensors(block_bytes: int, block_elements: int, n: int) -> list[gb.Tensor]:
-    size = 256 * 9 // block_elements * block_bytes
-    step = size + -size % 32
-    return [
-        gb.Tensor(name=f"w{i}", dims=(256, 9), type_id=42, offset=i * step, data=bytes([i + 1]) * size)
-        for i in range(n)
-    ]
+def q2_tensors(block_bytes: int, block_elements: int, shapes: Sequence[tuple[int, int]]) -> list[gb.Tensor]:
+    tensors, offset = [], 0
+    for i, dims in enumerate(shapes):
+        size = dims[0] * dims[1] // block_elements * block_bytes
+        data = bytes([i + 1]) * size
+        tensors.append(gb.Tensor(name=f"w{i}", dims=dims, type_id=42, offset=offset, data=data))
+        offset += size + -size % 32
+    return tensors
+
+
+SMALL, LARGE = (128, 1), (256, 9)  # 36 or 34 bytes, which one padding hides; 648 or 612
 
 
 @pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("padding", [0, 28])
-def test_type_42_layouts(n: int, padding: int) -> None:
-    header = feed(gb.build(q2_tensors(18, 64, n)) + bytes(padding))
-    assert [t.nbytes for t in header.tensors] == [648] * n
-    fails(gb.build(q2_tensors(34, 128, n)) + bytes(padding), UnsupportedFileError, "w0", "42", "128", "older")
+@pytest.mark.parametrize("padding", [0, 24])
+@pytest.mark.parametrize(("block", "name", "nbytes"), [((18, 64), "Q2_0", 648), ((34, 128), "Q2_0_G128", 612)])
+def test_type_42_layouts(block: tuple[int, int], name: str, nbytes: int, n: int, padding: int) -> None:
+    raw = gb.build(q2_tensors(*block, [SMALL, *[LARGE] * n, SMALL])) + bytes(padding)
+    header = feed(raw)
+    assert [t.type.name for t in header.tensors] == [name] * (n + 2)
+    assert [t.nbytes for t in header.tensors[1:-1]] == [nbytes] * n
+    assert all(raw[t.offset : t.offset + t.nbytes] == bytes([i + 1]) * t.nbytes for i, t in enumerate(header.tensors))
+    assert header.warnings == ()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 40).map(lambda n: 128 * n), st.integers(0, 9)), min_size=1, max_size=6),
+    older=st.booleans(),
+    other=st.integers(0, 3),
+)
+def test_type_42_is_found_or_said_to_be_unclear(shapes: list[tuple[int, int]], older: bool, other: int) -> None:
+    tensors = q2_tensors(*((34, 128) if older else (18, 64)), shapes)
+    end = max(t.offset + len(t.data) for t in tensors)
+    tensors += [gb.f32(f"f{i}", offset=end + -end % 32 + 32 * i) for i in range(other)]
+    raw = gb.build(tensors)
+    header = feed(raw)
+    found = [t for t in header.tensors if t.type.id == 42]
+    hidden = all(
+        (n // 64 * 18 + 31) // 32 == (n // 128 * 34 + 31) // 32 for n in (a * b for a, b in shapes)
+    )  # each tensor takes as many alignment units in either layout
+    assert len({t.type.name for t in found}) == 1
+    if not hidden:
+        assert (found[0].type.name == "Q2_0_G128") == older
+        assert header.warnings == ()
+    if found[0].type.name == ("Q2_0_G128" if older else "Q2_0"):
+        assert {t.name: t.nbytes for t in found} == {str(t.name): len(t.data) for t in tensors if t.type_id == 42}
+    elif any(t.nbytes for t in found):
+        assert "w" in header.warnings[0]
+        assert "128" in header.warnings[0]
+
+
+def test_type_42_that_padding_hides_is_ggmls_with_a_warning() -> None:
+    header = feed(gb.build([*q2_tensors(18, 64, [SMALL]), gb.f32("end", offset=64)]))
+    assert header.tensors[0].type.name == "Q2_0"
+    assert len(header.warnings) == 1
+    for word in ("42", "64", "128", "w0", "m.gguf"):
+        assert word in header.warnings[0]
+
+
+def test_type_42_in_rows_of_an_odd_number_of_small_blocks_is_ggmls() -> None:
+    header = feed(gb.build(q2_tensors(18, 64, [(192, 3), SMALL])))
+    assert [t.type.name for t in header.tensors] == ["Q2_0", "Q2_0"]
+    assert header.warnings == ()
+    mixed = [*q2_tensors(34, 128, [LARGE]), gb.Tensor(name="odd", dims=(64, 1), type_id=42, offset=640, data=bytes(64))]
+    fails(gb.build(mixed), MalformedFileError, "odd", "64 elements", "128")
+
+
+def test_type_42_layouts_that_disagree() -> None:
+    newer, older = q2_tensors(18, 64, [LARGE]), q2_tensors(34, 128, [LARGE])
+    moved = gb.Tensor(name="moved", dims=LARGE, type_id=42, offset=672, data=older[0].data)
+    fails(gb.build([*newer, moved]), UnsupportedFileError, "w0", "moved", "648", "612", "42")
+
+
+def test_type_42_that_fits_neither() -> None:
+    tensors = [*q2_tensors(18, 64, [LARGE]), gb.f32("next", offset=576)]
+    fails(gb.build(tensors), MalformedFileError, "w0", "648", "612", "576", "neither")
+
+
+def test_type_42_before_a_gap_is_ggmls() -> None:
+    header = feed(gb.build([*q2_tensors(18, 64, [LARGE]), gb.f32("far", offset=1024)]))
+    assert header.tensors[0].nbytes == 648
+    assert "w0" in header.warnings[0]
 
 
 def test_type_42_cut_file_is_truncated() -> None:
-    fails(gb.build(q2_tensors(18, 64, 2))[:-100], TruncatedFileError, "w1")
+    fails(gb.build(q2_tensors(18, 64, [LARGE] * 2))[:-100], TruncatedFileError, "w1")
+    fails(gb.build(q2_tensors(34, 128, [LARGE] * 2))[:-100], TruncatedFileError, "w1", "612")
 
 
 def test_zero_sized_tensors_never_overlap() -> None:
