@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ggufstream.backends.base import Chunk
-from ggufstream.errors import OutOfDeviceMemoryError
+from ggufstream.errors import OutOfDeviceMemoryError, OutOfHostMemoryError
 
 __all__ = ["Arena", "Place", "fill"]
 
@@ -88,9 +88,9 @@ class Arena:
             nbytes = sum(self._sizes[first : first + count])
             try:
                 return self._allocate(nbytes), count
-            except OutOfDeviceMemoryError as error:
+            except (OutOfDeviceMemoryError, OutOfHostMemoryError) as error:
                 if count == 1:
-                    raise OutOfDeviceMemoryError(
+                    raise type(error)(
                         f"no memory for {nbytes:,} more bytes of arena {self.name}, "
                         f"after {self.allocated_bytes:,} of {self.planned_bytes:,} planned bytes",
                         backend=error.backend,

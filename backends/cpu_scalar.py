@@ -9,14 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ggufstream.backends.base import Backend, Capabilities, Chunk, Copy, Intent, Slice, Staging, Ticket
-from ggufstream.backends.host_memory import Counter, HostChunk, HostStaging, copy_now
+from ggufstream.backends.host_memory import HOST_CHUNK_BYTES, Counter, HostChunk, HostStaging, copy_now
 from ggufstream.backends.products import linear_by_decoding, multiply_in_order
 from ggufstream.ggml_types import GGMLType
 from ggufstream.layouts import Bytes, Layout, Raw
 
 __all__ = ["CpuScalarBackend"]
-
-_CHUNK_BYTES = 256 << 20
 
 
 class CpuScalarBackend(Backend):
@@ -33,7 +31,7 @@ class CpuScalarBackend(Backend):
             memory="host",
             direct=direct,
             budget_bytes=None,
-            chunk_bytes=_CHUNK_BYTES,
+            chunk_bytes=HOST_CHUNK_BYTES,
             max_chunk_bytes=1 << 46,
             max_slice_bytes=None,
             slice_alignment=64,

@@ -13,7 +13,10 @@ from ggufstream.backends.base import Chunk, Copy, Staging, Ticket
 from ggufstream.errors import OutOfHostMemoryError
 from ggufstream.layouts import Bytes
 
-__all__ = ["Counter", "DoneTicket", "HostChunk", "HostStaging", "anonymous_memory", "copy_now"]
+__all__ = ["HOST_CHUNK_BYTES", "Counter", "DoneTicket", "HostChunk", "HostStaging", "anonymous_memory", "copy_now"]
+
+HOST_CHUNK_BYTES = 256 << 20
+"""Preferred size of a chunk of host memory."""
 
 
 def anonymous_memory(nbytes: int, *, owner: str) -> Bytes:

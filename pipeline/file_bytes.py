@@ -14,6 +14,9 @@ from ggufstream.errors import TruncatedFileError, UnreadableFileError
 
 __all__ = ["pread_into", "read_error", "read_exactly"]
 
+_IOV_MAX = 1024
+"""Buffers that one ``preadv`` takes."""
+
 
 def pread_into(descriptor: int, buffers: list[npt.NDArray[np.uint8]], offset: int) -> int:
     """Fill the buffers, one after the other, from ``offset`` on; the list is used up, and holds what was not read.
@@ -26,7 +29,7 @@ def pread_into(descriptor: int, buffers: list[npt.NDArray[np.uint8]], offset: in
     """
     done = 0
     while buffers:
-        count = os.preadv(descriptor, [buffer.data for buffer in buffers], offset + done)
+        count = os.preadv(descriptor, [buffer.data for buffer in buffers[:_IOV_MAX]], offset + done)
         if count == 0:
             break
         done += count

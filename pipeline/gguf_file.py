@@ -6,7 +6,6 @@ What the shards must agree on follows llama.cpp's ``gguf-split``.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import difflib
 import errno
@@ -16,12 +15,11 @@ import stat
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import aiofiles
-import anyio
-import anyio.to_thread
 
 from ggufstream.errors import (
     FileChangedError,
@@ -35,12 +33,12 @@ from ggufstream.errors import (
 from ggufstream.gguf_arrays import LazyArray
 from ggufstream.gguf_header import Header, Steps, parse_header
 from ggufstream.gguf_layout import TensorInfo, quoted
+from ggufstream.threads import in_thread, uninterrupted
 
 __all__ = ["FileIdentity", "FileIndex", "LazyArray", "Shard", "TensorInfo", "read_index"]
 
 READ_BYTES = 1 << 20  # appending a chunk holds the GIL, so it does not grow
 _SHARD_NAME = re.compile(r"(?P<stem>.*)-(?P<no>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.DOTALL)
-_T = TypeVar("_T")
 
 
 class FileIdentity(NamedTuple):
@@ -147,16 +145,16 @@ async def read_index(path: str | os.PathLike[str], *, on_open: Callable[[str, in
         FileChangedError: it was written to meanwhile.
         OptionError: ``path`` is no path.
     """
-    given = _checked_path(path)
-    opened = await _settle(_read_shard(given, on_open))
+    given = checked_path(path)
+    opened = await uninterrupted(_read_shard(given, on_open))
     paths = _shard_paths(given, opened[1])
     if len(paths) > 1:
-        await anyio.to_thread.run_sync(_require_all, given, paths)
-    parts = [opened if p == given else await _settle(_read_shard(p, on_open)) for p in paths]
-    return await anyio.to_thread.run_sync(_merge, given, parts)
+        await in_thread(partial(_require_all, given, paths))
+    parts = [opened if p == given else await uninterrupted(_read_shard(p, on_open)) for p in paths]
+    return await in_thread(partial(_merge, given, parts))
 
 
-def _checked_path(path: str | os.PathLike[str]) -> str:
+def checked_path(path: str | os.PathLike[str]) -> str:
     try:
         text = os.fsdecode(path)
         os.fsencode(text)
@@ -167,22 +165,6 @@ def _checked_path(path: str | os.PathLike[str]) -> str:
     if "\0" in text:
         raise UnreadableFileError("the path contains a NUL character", file=text.replace("\0", "\\0"))
     return text
-
-
-async def _settle(work: Coroutine[object, object, _T]) -> _T:
-    """Await ``work`` to its end even when cancelled: its thread goes on anyway, and must not lose its descriptor."""
-    task = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    with anyio.CancelScope(shield=True):
-        while not task.done():
-            try:
-                await asyncio.wait({task})
-            except asyncio.CancelledError as error:
-                cancelled = error
-    if cancelled is not None:
-        task.exception()  # counts as seen
-        raise cancelled
-    return task.result()
 
 
 async def _read_shard(path: str, on_open: Callable[[str, int], None] | None) -> tuple[Shard, Header]:
@@ -203,11 +185,11 @@ async def _read_shard(path: str, on_open: Callable[[str, int], None] | None) -> 
         async with aiofiles.open(path, "rb", buffering=0, opener=opener) as file:
             identity = identities[0]
             header = await _read_header(file.read, path, identity.size)
-            now = FileIdentity.of(await anyio.to_thread.run_sync(os.fstat, file.fileno()))
+            now = FileIdentity.of(await in_thread(partial(os.fstat, file.fileno())))
     except OSError as error:
         if isinstance(error, FileError):
             raise
-        raise await anyio.to_thread.run_sync(_os_error, path, error) from error
+        raise await in_thread(partial(_os_error, path, error)) from error
     if now != identity:
         remedy = "Load it again when nothing writes to it."
         raise FileChangedError(f"changed while its header was read: {identity} became {now}", file=path, remedy=remedy)
@@ -255,7 +237,7 @@ async def _read_header(read: Callable[[int], Coroutine[object, object, bytes]], 
     parser = parse_header(path, size)
     chunk: bytes | None = None
     while True:
-        header = await anyio.to_thread.run_sync(_advance, parser, chunk)
+        header = await in_thread(partial(_advance, parser, chunk))
         if header is not None:
             return header
         chunk = await read(READ_BYTES)

@@ -8,18 +8,25 @@ import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
+from inspect import iscoroutinefunction
 from typing import Any, TypeVar
 
 import anyio
-import anyio.to_thread
 
 from ggufstream.backends.arena import Arena
 from ggufstream.backends.base import Backend
+from ggufstream.backends.host_memory import HOST_CHUNK_BYTES, HostChunk
 from ggufstream.backends.host_memory import Counter as MemoryCounter
-from ggufstream.backends.host_memory import HostChunk
 from ggufstream.backends.registry import auto_reason, open_backend
 from ggufstream.budget import ByteBudget
-from ggufstream.errors import GGUFStreamError, PlanViolationError
+from ggufstream.errors import (
+    GGUFStreamError,
+    OptionError,
+    OutOfHostMemoryError,
+    PlanViolationError,
+    UnreadableFileError,
+)
 from ggufstream.events import (
     Event,
     EventSink,
@@ -30,7 +37,7 @@ from ggufstream.events import (
     LoadStarted,
     Planned,
 )
-from ggufstream.gguf_file import FileIndex, Shard, read_index
+from ggufstream.gguf_file import FileIndex, checked_path, read_index
 from ggufstream.model import Model
 from ggufstream.options import LoadOptions, Placement
 from ggufstream.pages import Residency, rss_bytes
@@ -40,6 +47,7 @@ from ggufstream.release import Releaser
 from ggufstream.report import ArenaReport, FallbackReport, LoadReport, PlacementReport
 from ggufstream.sinks import StructlogSink
 from ggufstream.stream import Stream
+from ggufstream.threads import clean_up_in_thread, in_thread
 
 __all__ = ["load"]
 
@@ -71,15 +79,23 @@ async def load(
         OptionError: An option.
     """
     chosen = options if options is not None else LoadOptions.from_environment()
-    if isinstance(backend, str):
+    given: Backend | None = None
+    if isinstance(backend, Backend):
+        given = backend
+        fixed = {"device", "upload", "validation"} & changes.keys()
+        if fixed:
+            raise OptionError(
+                f"{', '.join(sorted(fixed))} cannot be changed for a backend that is open already",
+                remedy="Open the backend with it, or give the backend's name",
+            )
+    elif isinstance(backend, str):
         changes["backend"] = backend
-    chosen = chosen.replace(**changes)
-    given = backend if isinstance(backend, Backend) else None
-    return await _Load(os.fspath(path), chosen, given, sinks).run()
-
-
-async def _in_thread(work: Callable[[], _T]) -> _T:
-    return await anyio.to_thread.run_sync(work)
+    elif backend is not None:
+        raise OptionError(f"backend={backend!r} is neither a name nor an open backend")
+    for sink in sinks:
+        if iscoroutinefunction(sink) or not callable(sink):
+            raise OptionError(f"{sink!r} cannot be a sink", remedy="Give a plain function of one event")
+    return await _Load(checked_path(path), chosen.replace(**changes), given, sinks).run()
 
 
 class _Load:
@@ -107,33 +123,53 @@ class _Load:
                 sink(event)
             except Exception as error:  # noqa: BLE001 - a sink is the caller's code, and only its own affair
                 self._sinks.remove(sink)
-                self._log.sink_failed(event.load_id, repr(sink), error)
+                self._log.sink_failed(event.load_id, sink, error)
 
     async def run(self) -> Model:
         self._emit(LoadStarted(load_id=self._load_id, file=self._path))
         try:
-            try:
-                model = await self._run()
-            finally:
-                with anyio.CancelScope(shield=True):
-                    await _in_thread(self._transient.close)
+            model = await self._run()
         except BaseException as error:
-            with anyio.CancelScope(shield=True):
-                await _in_thread(self._owned.close)
+            await clean_up_in_thread(self._give_back)
             if isinstance(error, anyio.get_cancelled_exc_class()):
                 self._emit(LoadCancelled(load_id=self._load_id))
                 raise
-            self._emit(LoadFailed(load_id=self._load_id, error=error))
-            if isinstance(error, GGUFStreamError):
+            typed = self._typed(error)
+            self._emit(LoadFailed(load_id=self._load_id, error=typed))
+            if isinstance(typed, GGUFStreamError) and not isinstance(typed, PlanViolationError):
                 # Frames of the failed load refer to slabs and mappings: a kept exception must not keep those.
-                raise error.with_traceback(None) from None
+                raise typed.with_traceback(None) from None
             raise
+        # No await from here on: a cancellation could lose the model.
         self._emit(LoadFinished(load_id=self._load_id, report=model.report.to_dict()))
         return model
 
+    def _give_back(self) -> None:
+        with self._owned, self._transient:
+            pass
+
+    def _typed(self, error: BaseException) -> BaseException:
+        """A typed error for what the system may answer to any call at all, such as having no descriptor left."""
+        if isinstance(error, GGUFStreamError):
+            return error
+        if isinstance(error, OSError):
+            return UnreadableFileError(
+                f"the system refused a call ({error.strerror or error})",
+                file=self._path,
+                errno=error.errno,
+                remedy="See the limits of this process (ulimit -a) and the system log",
+            )
+        if isinstance(error, MemoryError):
+            return OutOfHostMemoryError(
+                f"no host memory to load {self._path}",
+                backend="host",
+                remedy="Free memory, or lower the staging budget",
+            )
+        return error
+
     async def _run(self) -> Model:
         started = time.perf_counter()
-        rss_before = await _in_thread(rss_bytes)
+        rss_before = await in_thread(rss_bytes)
         index = await self._timed("header", read_index(self._path, on_open=self._look))
         self._emit(
             HeaderRead(
@@ -146,9 +182,9 @@ class _Load:
                 warnings=index.warnings,
             )
         )
-        backend = self._given_backend if self._given_backend is not None else await _in_thread(self._open_backend)
-        load_plan = await self._timed("plan", _in_thread(lambda: self._plan(index, backend)))
-        sources = await _in_thread(lambda: self._open_sources(index, load_plan))
+        backend = await self._timed("open", in_thread(self._open_backend))
+        load_plan = await self._timed("plan", in_thread(partial(self._plan, index, backend)))
+        sources = await in_thread(partial(self._open_sources, index, load_plan))
         self._emit(self._planned(load_plan, sources))
         arenas = self._arenas(load_plan, backend)
         residency = [self._residency[shard.path] for shard in index.shards]
@@ -165,9 +201,10 @@ class _Load:
         )
         await self._timed("stream", stream.run())
         _check_used(arenas)
-        descriptors = await _in_thread(lambda: self._keep_descriptors(load_plan, sources))
-        await _in_thread(self._transient.close)
-        cached_after = await _in_thread(lambda: _cached_bytes(index.shards))
+        descriptors = await in_thread(partial(self._keep_descriptors, load_plan, sources))
+        cached_after = await in_thread(partial(_cached_bytes, sources))
+        await in_thread(self._transient.close)
+        rss_after = await in_thread(rss_bytes)
         self._seconds["total"] = time.perf_counter() - started
         modes = [source.mode for source in sources]
         stream_seconds = self._seconds["stream"]
@@ -192,8 +229,8 @@ class _Load:
             staging_peak_bytes=budget.peak_bytes,
             rss={
                 "before": rss_before,
-                "peak": max(stream.rss_peak, rss_before),
-                "after": await _in_thread(rss_bytes),
+                "peak": max(stream.rss_peak, rss_before, rss_after),
+                "after": rss_after,
             },
             page_cache=releaser.page_cache,
             page_cache_bytes={"before": sum(seen.cached_bytes for seen in residency), "after": cached_after},
@@ -235,6 +272,8 @@ class _Load:
         self._residency[path] = Residency(descriptor, os.fstat(descriptor).st_size)
 
     def _open_backend(self) -> Backend:
+        if self._given_backend is not None:
+            return self._given_backend
         direct = {"auto": None, "direct": True, "staged": False}[self._options.upload]
         backend = open_backend(
             self._options.backend, device=self._options.device, direct=direct, validation=self._options.validation
@@ -280,14 +319,17 @@ class _Load:
             DEVICE: backend.allocate,
             HOST: lambda nbytes: HostChunk(nbytes, owner="host", counter=host_memory),
         }
-        chunk_bytes = min(self._options.chunk_bytes or capabilities.chunk_bytes, capabilities.max_chunk_bytes)
+        chunk_bytes = {
+            DEVICE: min(self._options.chunk_bytes or capabilities.chunk_bytes, capabilities.max_chunk_bytes),
+            HOST: self._options.chunk_bytes or HOST_CHUNK_BYTES,
+        }
         arenas = {}
         for name, arena_plan in load_plan.arenas.items():
             arenas[name] = Arena(
                 name=name,
                 allocate=allocate[name],
                 slice_bytes=arena_plan.slice_bytes,
-                chunk_bytes=chunk_bytes,
+                chunk_bytes=chunk_bytes[name],
             )
             self._owned.callback(arenas[name].close)
         return arenas
@@ -316,21 +358,8 @@ def _check_used(arenas: Mapping[str, Arena]) -> None:
             )
 
 
-def _cached_bytes(shards: Sequence[Shard]) -> int | None:
-    """Bytes of the files that are in the page cache now; ``None`` where a file cannot be looked at any more."""
-    total = 0
-    for shard in shards:
-        try:
-            descriptor = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError:
-            return None
-        try:
-            total += Residency(descriptor, os.fstat(descriptor).st_size).cached_bytes
-        except (OSError, ValueError):
-            return None
-        finally:
-            os.close(descriptor)
-    return total
+def _cached_bytes(sources: Sequence[Source]) -> int:
+    return sum(Residency(source.descriptor, source.shard.size).cached_bytes for source in sources)
 
 
 def _totals(load_plan: LoadPlan, names: Sequence[str], key: Callable[[Any], str]) -> dict[str, PlacementReport]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import anyio.to_thread
+import anyio
 import numpy as np
 import numpy.typing as npt
 
@@ -21,10 +22,11 @@ from ggufstream.errors import (
 from ggufstream.file_bytes import read_exactly
 from ggufstream.ggml_types import GGMLType
 from ggufstream.gguf_file import FileIndex
-from ggufstream.layouts import Bytes, Layout
+from ggufstream.layouts import Bytes, Extent, Layout
 from ggufstream.options import Intent, Placement
 from ggufstream.plan import DEVICE, HOST, LoadPlan, PlanEntry
 from ggufstream.report import LoadReport
+from ggufstream.threads import in_thread, uninterrupted
 
 __all__ = ["Model", "Weight"]
 
@@ -62,13 +64,11 @@ class _Storage:
         self._index = index
         self._arenas = arenas
         self._descriptors = descriptors
-        self._close: Callable[[], None] | None = close
+        self.is_open = True
+        self._close = close
+        self._closing = anyio.Lock()
         self._running = 0
         self._idle = anyio.Event()
-
-    @property
-    def is_open(self) -> bool:
-        return self._close is not None
 
     def slices(self, entry: PlanEntry) -> tuple[Slice, ...]:
         """Where the slices of a tensor lie, in row order."""
@@ -86,7 +86,7 @@ class _Storage:
         self.check_open()
         self._running += 1
         try:
-            return await anyio.to_thread.run_sync(work)
+            return await in_thread(work)
         finally:
             self._running -= 1
             if self._running == 0:
@@ -95,7 +95,7 @@ class _Storage:
 
     def check_open(self) -> None:
         """Raise ``ClosedError`` if the model is closed."""
-        if self._close is None:
+        if not self.is_open:
             raise ClosedError(f"the model of {self._index.path} is closed", remedy="Load it again")
 
     def read_slice(self, placement: Placement, place: Slice, offset: int, destination: Bytes) -> None:
@@ -148,13 +148,15 @@ class _Storage:
         }
 
     async def aclose(self) -> None:
-        """Wait for calls that are running, then free everything. A second call does nothing."""
-        close, self._close = self._close, None
-        if close is not None:
-            with anyio.CancelScope(shield=True):
-                while self._running:
-                    await self._idle.wait()
-                await anyio.to_thread.run_sync(close)
+        """Wait for calls that are running, then free everything. A second call waits for the first."""
+        self.is_open = False
+        await uninterrupted(self._finish())
+
+    async def _finish(self) -> None:
+        async with self._closing:
+            while self._running:
+                await self._idle.wait()
+            await in_thread(self._close)  # an exit stack's: a second call does nothing
 
 
 class Weight:
@@ -220,28 +222,41 @@ class Weight:
             FileError: The tensor stays in the file (``ROWS``), and the file cannot be read.
         """
         result = np.empty(self.nbytes, np.uint8)
-        row_blocks = max(self._entry.tensor.row_blocks, 1)
-        rows = max(1, _WINDOW_BYTES // (row_blocks * self.type.block_bytes))
-        step = rows * row_blocks
-        for first in range(0, self.nbytes // self.type.block_bytes, step):
-            blocks = await self.read_blocks(first, min(step, self.nbytes // self.type.block_bytes - first))
-            start = first * self.type.block_bytes
-            result[start : start + blocks.size] = blocks
-        return result.tobytes()
+        size = self.type.block_bytes
+        for first, count in self.windows():
+            await self._storage.run(
+                partial(self._read_blocks, first, count, result[first * size : (first + count) * size])
+            )
+        return await self._storage.run(result.tobytes)
+
+    def windows(self) -> Iterator[tuple[int, int]]:
+        """First block and count of stretches of a few MiB that cover the tensor: whole rows and whole granules."""
+        tensor = self._entry.tensor
+        whole = Extent(type=tensor.type, rows=tensor.rows, row_blocks=tensor.row_blocks)
+        extents = [part.extent for part in self._entry.slices] or [whole]
+        first = 0
+        for extent in extents:
+            unit = max(self.layout.granule(extent), extent.row_blocks, 1)
+            step = max(1, _WINDOW_BYTES // (unit * self.type.block_bytes)) * unit
+            for start in range(0, extent.blocks, step):
+                yield first + start, min(step, extent.blocks - start)
+            first += extent.blocks
 
     async def read_blocks(self, first: int, count: int) -> Bytes:
         """Blocks ``first`` to ``first + count`` of the tensor, as they are in the file.
 
-        Where the layout keeps several blocks together (``Layout.granule``), ask for whole granules.
+        Where the layout keeps several blocks together (``Layout.granule``), ask for whole granules, as ``windows`` has
+        them.
         """
-        return await self._storage.run(lambda: self._read_blocks(first, count))
+        result = np.empty(count * self.type.block_bytes, np.uint8)
+        await self._storage.run(partial(self._read_blocks, first, count, result))
+        return result
 
-    def _read_blocks(self, first: int, count: int) -> Bytes:
+    def _read_blocks(self, first: int, count: int, result: Bytes) -> None:
         size = self.type.block_bytes
-        result = np.empty(count * size, np.uint8)
         if self.placement is Placement.ROWS:
             self._storage.read_file(self._entry, first * size, result)
-            return result
+            return
         for part, place in zip(self._entry.slices, self._slices, strict=True):
             begin, end = max(first, part.first_block), min(first + count, part.first_block + part.extent.blocks)
             if begin < end:
@@ -252,7 +267,6 @@ class Weight:
                     self._storage.read_slice(self.placement, place, run.offset, packed)
                     runs.append(packed)
                 self.layout.unpack(part.extent, runs, window)
-        return result
 
     def array(self) -> npt.NDArray[Any]:
         """The memory itself as a numpy array, read-only: elements where numpy has the type, else bytes by row.
@@ -365,7 +379,7 @@ class Model(Mapping[str, Weight]):
                 remedy="See the reason in the plan",
             )
         slices, rows = weight.slices, batch.reshape(-1, n_in)
-        result = await self._storage.run(lambda: self.backend.linear(slices, rows))
+        result = await self._storage.run(partial(self.backend.linear, slices, rows))
         return result.reshape(*batch.shape[:-1], -1)
 
     def statistics(self) -> dict[str, Any]:

@@ -35,8 +35,6 @@ _NETWORK = ("nfs", "cifs", "smb", "ceph", "fuse", "9p", "lustre", "gpfs", "glust
 _WARM = 0.5
 """Share of a file in the page cache from which reading through the cache wins over going around it."""
 
-_IOV_MAX = 1024
-
 
 class Choice(NamedTuple):
     """An I/O mode and why it was taken."""
@@ -84,7 +82,10 @@ class Source(ABC):
             self.descriptor = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise UnreadableFileError(
-                f"cannot be opened ({error.strerror})", file=shard.path, errno=error.errno
+                f"cannot be opened ({error.strerror})",
+                file=shard.path,
+                errno=error.errno,
+                remedy="Check its permissions, and how many files this process may open",
             ) from None
         try:
             self.check_unchanged()
@@ -108,9 +109,14 @@ class Source(ABC):
         """Read each piece of a range straight into its destination; False where this source cannot."""
         return False
 
-    def drop(self, first: int, last: int) -> None:
-        """Give resident pages ``[first, last)`` of the mapping back; nothing without a mapping."""
-        return
+    @property
+    def fills_cache(self) -> bool:
+        """Whether what is read is in the page cache afterwards."""
+        return self.mode != "direct"
+
+    def drop(self, first: int, last: int) -> bool:
+        """Give resident pages ``[first, last)`` of the mapping back; False without a mapping."""
+        return False
 
     def check_unchanged(self) -> None:
         """Compare the file with what its header was read from.
@@ -162,6 +168,10 @@ class PreadSource(Source):
 
     mode: IOMode = "pread"
 
+    def __init__(self, shard: Shard, plan: LoadPlan, reason: str) -> None:
+        super().__init__(shard, plan, reason)
+        self._needs_scratch = False
+
     def scratch_bytes(self, nbytes: int) -> int:
         return nbytes
 
@@ -172,6 +182,8 @@ class PreadSource(Source):
         return target
 
     def fetch_into(self, part: Range, destinations: Sequence[Bytes]) -> bool:
+        if self._needs_scratch:
+            return False
         buffers: list[Bytes] = []
         position = 0
         for piece, destination in zip(part.pieces, destinations, strict=True):
@@ -179,14 +191,14 @@ class PreadSource(Source):
                 buffers.append(np.empty(piece.offset - position, np.uint8))
             buffers.append(destination)
             position = piece.offset + piece.nbytes
-        if len(buffers) > _IOV_MAX:
-            return False
         try:
             self._read(part, buffers)
         except UnreadableFileError as error:
             # Some drivers' mapped memory cannot be the target of a read; it can be written by the processor.
             if error.errno != errno.EFAULT:
                 raise
+            self._needs_scratch = True
+            self.reason += "; the driver's memory cannot be read into, so bytes are copied there"
             return False
         return True
 
@@ -298,8 +310,9 @@ class MappedSource(Source):
                 raise self._failed(part, part.offset, error) from None
         return view
 
-    def drop(self, first: int, last: int) -> None:
+    def drop(self, first: int, last: int) -> bool:
         advise(self._view[first * PAGE : last * PAGE], MADV_DONTNEED)
+        return True
 
     def close(self) -> None:
         # Views are short-lived and all dropped by now; if one is not, the mapping lives as long as it does.

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from ggufstream.options import PageCacheMode, Placement
 from ggufstream.pages import PAGE, Residency, evict, page_span
 from ggufstream.plan import LoadPlan
@@ -37,6 +39,7 @@ class Releaser:
             page_cache = "drop" if plan.capabilities.memory == "unified" else "auto"
         self.page_cache = page_cache
         self.released_bytes = 0
+        """Of pages that were unmapped, or evicted from the page cache, or both."""
         # Pages at the borders of ranges, by how many ranges still need them. Pages inside belong to one range alone.
         self._border: list[Counter[int]] = [Counter() for _ in sources]
         self._kept: list[list[tuple[int, int]]] = [[] for _ in sources]
@@ -66,18 +69,21 @@ class Releaser:
             position = 0
             pages = -(-source.shard.size // PAGE)
             for first, last in sorted([*self._kept[shard], (pages, pages)]):
-                self._drop(shard, position, first, count=False)
+                self._drop(shard, position, first)
                 position = last
 
-    def _drop(self, shard: int, first: int, last: int, *, count: bool = True) -> None:
+    def _drop(self, shard: int, first: int, last: int) -> None:
         if last <= first:
             return
         source = self._sources[shard]
-        source.drop(first, last)
+        given_back = last - first if source.drop(first, last) else 0
+        evicted = 0
         for start, stop in self._evictable(shard, first, last):
             evict(source.descriptor, start, stop)
-        if count:
-            self.released_bytes += (last - first) * PAGE
+            # Reads around the cache put nothing there: only what was there before can go.
+            known = self._residency[shard].pages[start:stop]
+            evicted += stop - start if source.fills_cache else int(np.count_nonzero(known))
+        self.released_bytes += max(given_back, evicted) * PAGE
 
     def _evictable(self, shard: int, first: int, last: int) -> Iterable[tuple[int, int]]:
         match self.page_cache:

@@ -16,15 +16,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from typing import TypeVar
 
 import anyio
-import anyio.to_thread
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from ggufstream.backends.arena import Arena
 from ggufstream.backends.base import Backend
-from ggufstream.backends.host_memory import anonymous_memory
+from ggufstream.backends.host_memory import Counter, HostStaging
 from ggufstream.budget import ByteBudget
 from ggufstream.errors import OutOfHostMemoryError
 from ggufstream.events import ArenaGrown, Event, Progress, TensorReady
@@ -36,7 +38,8 @@ from ggufstream.ranges import Range
 from ggufstream.read import Source
 from ggufstream.release import Releaser
 from ggufstream.repack import destinations, flush, pack, staged_bytes, staged_copies
-from ggufstream.upload import InFlight, StagingPool, Uploads
+from ggufstream.threads import clean_up_in_thread, in_thread
+from ggufstream.upload import InFlight, SlabPool, Uploads
 
 __all__ = ["Stream", "default_workers"]
 
@@ -49,20 +52,6 @@ FIRST_LAYER = 0
 def default_workers() -> int:
     """Worker threads where the caller does not say: one a processor, four at least to keep a disk busy."""
     return max(4, min(16, len(os.sched_getaffinity(0))))
-
-
-class _Worker:
-    """Scratch memory of one worker, allocated when it is first needed."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
-        self._scratch: Bytes | None = None
-
-    @property
-    def scratch(self) -> Bytes:
-        if self._scratch is None:
-            self._scratch = anonymous_memory(self._nbytes, owner="staging")
-        return self._scratch
 
 
 class Stream:
@@ -96,18 +85,24 @@ class Stream:
         self._emit = emit
         self._alignment = plan.capabilities.plane_alignment
         largest = max((part.nbytes for part in plan.ranges), default=0)
-        self._scratch_bytes = max((source.scratch_bytes(largest) for source in sources), default=0)
+        scratch_bytes = max((source.scratch_bytes(largest) for source in sources), default=0)
+        scratch_memory = Counter()
+        self._scratch = SlabPool(
+            lambda nbytes: HostStaging(nbytes, owner="scratch", counter=scratch_memory), scratch_bytes
+        )
         packed = (staged_bytes(part, self._alignment) for part in plan.ranges if self._is_staged(part))
-        self._pool = StagingPool(backend.staging, max(packed, default=0))
-        self._uploads = Uploads(self._pool)
+        self._staging = SlabPool(backend.staging, max(packed, default=0))
+        self._uploads = Uploads(self._staging)
         self._charged: dict[int, int] = {}
-        self._threads = anyio.CapacityLimiter(self.workers + 3)  # feed, settle and release have one each
+        # Feed, settle and release have one thread each.
+        self._threads = ThreadPoolExecutor(self.workers + 3, thread_name_prefix="ggufstream")
         self._bytes_done = 0
         self._bytes_total = plan.stream_bytes
         self._left = {i: entry.tensor.nbytes for i, entry in enumerate(plan.entries) if entry.slices}
         self._tensors_total = len(self._left)
         self._first_layer = {i for i in self._left if plan.entries[i].layer <= FIRST_LAYER}
         self._started = 0.0
+        self._probing = anyio.CancelScope()
 
     async def run(self) -> None:
         """Stream everything. Once; cancelling waits for threads and tickets in flight.
@@ -127,29 +122,40 @@ class Stream:
                 ranges.close()
                 send_packed.close()
                 tasks.start_soon(self._settle, packed, send_done)
-                tasks.start_soon(self.probe.run)
-                await self._release(done)
-                tasks.cancel_scope.cancel()  # only the probe is left
+                tasks.start_soon(self._release, done)
+                tasks.start_soon(self._measure)
         except BaseExceptionGroup as group:
             raise _first(group) from None
         finally:
-            with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(self._uploads.drain)
-            for nbytes in self._charged.values():
-                self._budget.release(nbytes)
-            self._charged.clear()
+            try:
+                await clean_up_in_thread(self._close)
+            finally:
+                for nbytes in self._charged.values():
+                    self._budget.release(nbytes)
+                self._charged.clear()
+
+    def _close(self) -> None:
+        """Wait for whatever is in flight and give all memory back, however the stream ended."""
+        with ExitStack() as closing:
+            closing.callback(self._threads.shutdown)
+            closing.callback(self._scratch.close)
+            closing.callback(self._uploads.drain)
+
+    async def _measure(self) -> None:
+        with self._probing:
+            await self.probe.run()
 
     async def _hop(self, work: Callable[[], _T]) -> _T:
-        """Run ``work`` in a thread. Cancelling waits for its end."""
-        return await anyio.to_thread.run_sync(work, limiter=self._threads)
+        """Run ``work`` in a thread of the stream's own. Cancelling waits for its end."""
+        return await in_thread(work, self._threads)
 
     def _is_staged(self, part: Range) -> bool:
         return part.arena == DEVICE and not self._plan.capabilities.direct
 
     def _host_bytes(self, part: Range) -> int:
         """Host memory that a range takes while it is in flight: scratch or mapped pages, and staging."""
-        source = self._scratch_bytes or part.nbytes + 2 * PAGE
-        return source + (self._pool.nbytes if self._is_staged(part) else 0)
+        source = self._scratch.nbytes or part.nbytes + 2 * PAGE
+        return source + (self._staging.nbytes if self._is_staged(part) else 0)
 
     async def _feed(self, ranges: MemoryObjectSendStream[Range]) -> None:
         """Send ranges out in order, each when the budget has room for it and its slices have memory."""
@@ -166,7 +172,7 @@ class Stream:
 
     async def _grow(self, arena: Arena, index: int) -> None:
         known = len(arena.chunks)
-        await self._hop(lambda: arena.grow_to(index))
+        await self._hop(partial(arena.grow_to, index))
         for chunk in arena.chunks[known:]:
             self._emit(
                 ArenaGrown(
@@ -179,27 +185,26 @@ class Stream:
             )
 
     async def _work(self, ranges: MemoryObjectReceiveStream[Range], packed: MemoryObjectSendStream[Range]) -> None:
-        worker = _Worker(self._scratch_bytes)
         async with ranges, packed:
             async for part in ranges:
-                await self._hop(lambda part=part: self._process(part, worker))  # type: ignore[misc]
+                await self._hop(partial(self._process, part))
                 await packed.send(part)
 
-    def _process(self, part: Range, worker: _Worker) -> None:
+    def _process(self, part: Range) -> None:
         """Read and pack one range, and submit its upload where it is staged. Runs in a thread."""
         try:
             arena = self._arenas[part.arena]
             if not self._is_staged(part):
-                self._fill(part, worker, destinations(part, self._plan, arena))
+                self._fill(part, destinations(part, self._plan, arena))
                 flush(part, self._plan, arena)
                 return
-            staging = self._pool.take()
+            staging = self._staging.take()
             try:
                 runs, copies = staged_copies(part, self._plan, arena, staging, self._alignment)
-                self._fill(part, worker, runs)
+                self._fill(part, runs)
                 ticket = self._backend.upload(staging, copies)
             except BaseException:
-                self._pool.give(staging)
+                self._staging.give(staging)
                 raise
             self._uploads.add(InFlight(part=part, staging=staging, ticket=ticket))
         except MemoryError as error:
@@ -212,20 +217,27 @@ class Stream:
                 remedy="Lower the staging budget or the number of workers",
             ) from None
 
-    def _fill(self, part: Range, worker: _Worker, runs: list[list[Bytes]]) -> None:
+    def _fill(self, part: Range, runs: list[list[Bytes]]) -> None:
+        """Bring the bytes of a range into the runs of its pieces, straight from the file where they go in unchanged."""
         source = self._sources[part.shard]
         verbatim = all(self._plan.entries[piece.entry].layout.verbatim for piece in part.pieces)
         if verbatim and source.fetch_into(part, [piece_runs[0] for piece_runs in runs]):
             return
-        scratch = worker.scratch if self._scratch_bytes else None
-        pack(part, self._plan, source.fetch(part, scratch), runs)
+        if self._scratch.nbytes == 0:
+            pack(part, self._plan, source.fetch(part, None), runs)
+            return
+        scratch = self._scratch.take()
+        try:
+            pack(part, self._plan, source.fetch(part, scratch.view), runs)
+        finally:
+            self._scratch.give(scratch)
 
     async def _settle(self, packed: MemoryObjectReceiveStream[Range], done: MemoryObjectSendStream[Range]) -> None:
         """Wait for the device, in order of upload; tell what is ready."""
         async with packed, done:
             async for part in packed:
                 if self._is_staged(part):
-                    await self._hop(lambda part=part: self._uploads.settle(part))  # type: ignore[misc]
+                    await self._hop(partial(self._uploads.settle, part))
                 self._progress(part)
                 await done.send(part)
 
@@ -261,10 +273,11 @@ class Stream:
                 batch = [part]
                 while done.statistics().current_buffer_used:
                     batch.append(done.receive_nowait())
-                await self._hop(lambda batch=batch: self._drop(batch))  # type: ignore[misc]
+                await self._hop(partial(self._drop, batch))
                 for finished in batch:
                     self._budget.release(self._charged.pop(finished.index))
         await self._hop(self._finish)
+        self._probing.cancel()
 
     def _drop(self, batch: Sequence[Range]) -> None:
         self.rss_peak = max(self.rss_peak, rss_bytes())
@@ -277,8 +290,12 @@ class Stream:
             source.check_unchanged()
 
 
+_CONSEQUENCES = (anyio.BrokenResourceError, anyio.ClosedResourceError)
+"""What a stage meets when the one behind it has ended: never the cause."""
+
+
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error that stopped the load: the first leaf that is not a cancellation."""
+    """The error that stopped the load: the first leaf that is neither a cancellation nor a consequence."""
     leaves: list[BaseException] = []
     pending: list[BaseException] = [group]
     while pending:
@@ -287,5 +304,5 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
             pending.extend(error.exceptions)
         else:
             leaves.append(error)
-    cancelled = anyio.get_cancelled_exc_class()
-    return next((leaf for leaf in leaves if not isinstance(leaf, cancelled)), leaves[0])
+    aside = (anyio.get_cancelled_exc_class(), *_CONSEQUENCES)
+    return next((leaf for leaf in leaves if not isinstance(leaf, aside)), leaves[0])

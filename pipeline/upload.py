@@ -14,7 +14,7 @@ from ggufstream.backends.base import Staging, Ticket
 from ggufstream.errors import DeviceError
 from ggufstream.ranges import Range
 
-__all__ = ["InFlight", "StagingPool", "Uploads"]
+__all__ = ["InFlight", "SlabPool", "Uploads"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +26,11 @@ class InFlight:
     ticket: Ticket
 
 
-class StagingPool:
-    """Staging memory that is used again and again. How many are out at once is bounded by the byte budget.
+class SlabPool:
+    """Slabs that are used again and again. How many are out at once is bounded by the byte budget.
 
     Args:
-        allocate: A backend's ``staging``.
+        allocate: A backend's ``staging``, or scratch memory.
         nbytes: Size of each.
     """
 
@@ -61,7 +61,7 @@ class StagingPool:
 class Uploads:
     """Tickets that have not finished. Worker threads add them, so that none is lost when its task is cancelled."""
 
-    def __init__(self, pool: StagingPool) -> None:
+    def __init__(self, pool: SlabPool) -> None:
         self._pool = pool
         self._lock = threading.Lock()
         self._in_flight: dict[int, InFlight] = {}

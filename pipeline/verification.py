@@ -11,9 +11,9 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
-import anyio.to_thread
 import numpy as np
 import numpy.typing as npt
 
@@ -27,10 +27,10 @@ from ggufstream.gguf_layout import TensorInfo
 from ggufstream.layouts import Bytes, Extent, Raw
 from ggufstream.model import Model, Weight
 from ggufstream.options import Intent, Placement
+from ggufstream.threads import in_thread
 
 __all__ = ["Difference", "VerifyReport", "verify"]
 
-_WINDOW_BYTES = 8 << 20
 _VECTORS = 2
 
 TOLERANCE = 2e-5
@@ -76,7 +76,7 @@ async def verify(model: Model, *, on_tensor: Callable[[str], None] | None = None
         DeviceError: The device cannot give its bytes back.
     """
     started = time.perf_counter()
-    files = await anyio.to_thread.run_sync(lambda: _Files(model.index.shards))
+    files = await in_thread(partial(_Files, model.index.shards))
     try:
         differing: list[Difference] = []
         products, worst = 0, 0.0
@@ -108,13 +108,9 @@ async def verify(model: Model, *, on_tensor: Callable[[str], None] | None = None
 async def _compare_bytes(weight: Weight, tensor: TensorInfo, files: _Files) -> str | None:
     """Where the loaded bytes first differ from the file's, or ``None``."""
     size = tensor.type.block_bytes
-    blocks = tensor.nbytes // size
-    row_blocks = max(tensor.row_blocks, 1)
-    step = max(1, _WINDOW_BYTES // (row_blocks * size)) * row_blocks
-    for first in range(0, blocks, step):
-        count = min(step, blocks - first)
+    for first, count in weight.windows():
         loaded = await weight.read_blocks(first, count)
-        where = await anyio.to_thread.run_sync(files.compare, tensor, first * size, loaded)
+        where = await in_thread(partial(files.compare, tensor, first * size, loaded))
         if where is not None:
             return f"byte {where:,} of {tensor.nbytes:,} differs from the file"
     return None
@@ -133,7 +129,7 @@ async def _product_error(model: Model, weight: Weight, tensor: TensorInfo, files
     """Largest difference from the reference product, relative to the largest value of that."""
     x = np.random.default_rng(0).standard_normal((_VECTORS, tensor.row_elements), np.float32)
     product = await model.linear(weight.name, x)
-    reference = await anyio.to_thread.run_sync(lambda: files.reference(tensor, x))
+    reference = await in_thread(partial(files.reference, tensor, x))
     return _relative_error(product, reference)
 
 

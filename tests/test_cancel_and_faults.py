@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import importlib
 import os
+import resource
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +27,7 @@ from ggufstream.errors import (
     DeviceLostError,
     FileChangedError,
     FileError,
+    OptionError,
     OutOfDeviceMemoryError,
     OutOfHostMemoryError,
     UnreadableFileError,
@@ -116,7 +120,6 @@ async def test_cancel_on_vulkan_gives_everything_back(path: Path, upload: str) -
 
 @pytest.mark.asyncio
 async def test_cancel_waits_for_uploads_in_flight_before_it_frees(path: Path) -> None:
-    freed: list[str] = []
     backend = SlowBackend(SimulatedBackend("discrete-24g"))
     with backend.held():
         task = asyncio.ensure_future(ggufstream.load(path, backend=backend, range_bytes=RANGE, io="pread"))
@@ -125,7 +128,6 @@ async def test_cancel_waits_for_uploads_in_flight_before_it_frees(path: Path) ->
         done, _ = await asyncio.wait([task], timeout=0.05)
         assert not done
         assert backend.statistics()["live_bytes"] > 0
-        assert freed == []
         backend.finish()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -321,3 +323,194 @@ async def test_short_reads_are_completed(path: Path, monkeypatch: pytest.MonkeyP
 async def test_the_event_loop_is_never_blocked(path: Path, blockbuster: object) -> None:
     async with await ggufstream.load(path, backend="cpu", range_bytes=RANGE) as model:
         await model["token_embd.weight"].read()
+
+
+# --- asyncio's own cancellation: timeouts, task groups, task.cancel() --------------------------------------------------
+
+
+class Gate:
+    """Holds the n-th call of a function in its thread until the test lets it go on."""
+
+    def __init__(self, function: Callable[..., Any], nth: int = 1) -> None:
+        self.entered = threading.Event()
+        self.go_on = threading.Event()
+        self._function = function
+        self._calls = iter(range(1, 1 << 30))
+        self._nth = nth
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        if next(self._calls) == self._nth:
+            self.entered.set()
+            assert self.go_on.wait(10)
+        return self._function(*arguments, **options)
+
+
+async def cancelled_inside(gate: Gate, work: Any) -> None:
+    """Cancel ``work`` while a thread of it is held at the gate: it must not end before the thread does."""
+    task = asyncio.ensure_future(work)
+    assert await asyncio.to_thread(gate.entered.wait, 10)
+    for _ in range(3):
+        task.cancel()
+        done, _ = await asyncio.wait([task], timeout=0.02)
+        assert not done
+    gate.go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+STEPS = {
+    "open the backend": ("ggufstream.loader.open_backend", 1),
+    "read the cache's state": ("ggufstream.loader.Residency", 1),
+    "plan": ("ggufstream.loader.make_plan", 1),
+    "open a source": ("ggufstream.loader.open_source", 1),
+    "allocate": ("os.memfd_create", 2),
+    "read": ("ggufstream.read.pread_into", 3),
+    "pack": ("ggufstream.stream.pack", 4),
+    "release": ("ggufstream.release.evict", 2),
+    "look at the cache afterwards": ("ggufstream.loader._cached_bytes", 1),
+}
+
+
+@pytest.mark.public_api
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.asyncio
+async def test_task_cancel_waits_for_the_thread_at_every_step(
+    path: Path, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, nth = STEPS[step]
+    module, _, name = target.rpartition(".")
+    gate = Gate(getattr(importlib.import_module(module), name), nth)
+    monkeypatch.setattr(target, gate)
+    opened: list[Backend] = []
+    real = SimulatedBackend.__init__
+
+    def remember(self: SimulatedBackend, *arguments: Any, **options: Any) -> None:
+        real(self, *arguments, **options)
+        opened.append(self)
+
+    monkeypatch.setattr(SimulatedBackend, "__init__", remember)
+    closed: list[Backend] = []
+
+    def close(self: SimulatedBackend) -> None:
+        closed.append(self)
+
+    monkeypatch.setattr(SimulatedBackend, "close", close)
+    await cancelled_inside(
+        gate,
+        ggufstream.load(
+            path, backend="simulated:discrete-24g", io="pread", page_cache="drop", range_bytes=RANGE, chunk_bytes=RANGE
+        ),
+    )
+    assert opened == closed
+    assert traces_of(path) == ([], [])
+    for backend in opened:
+        assert (backend.statistics()["live_bytes"], backend.statistics()["staging_bytes"]) == (0, 0)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ggufstream")]
+
+
+@pytest.mark.public_api
+@pytest.mark.asyncio
+async def test_timeouts_at_many_moments_are_timeouts_and_leave_nothing(path: Path) -> None:
+    timed_out = 0
+    with SimulatedBackend("discrete-24g") as backend:
+        for n in range(60):
+            sink: list[Event] = []
+            with nothing_is_left(path, backend):
+                try:
+                    async with asyncio.timeout(n * 0.0007):
+                        async with await ggufstream.load(path, backend=backend, range_bytes=RANGE, sinks=[sink.append]):
+                            pass
+                except TimeoutError:
+                    timed_out += 1
+                    assert not any(isinstance(event, LoadFailed) for event in sink)
+    assert timed_out > 0
+
+
+@pytest.mark.asyncio
+async def test_a_sibling_that_fails_cancels_a_load_in_a_task_group(path: Path) -> None:
+    class SiblingError(Exception):
+        pass
+
+    with SimulatedBackend("discrete-24g") as backend, nothing_is_left(path, backend):
+        progress = asyncio.Event()
+
+        async def sibling() -> None:
+            await progress.wait()
+            raise SiblingError
+
+        def on_event(event: Event) -> None:
+            if isinstance(event, Progress):
+                progress.set()
+
+        with pytest.raises(ExceptionGroup) as caught:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(sibling())
+                tasks.create_task(ggufstream.load(path, backend=backend, range_bytes=RANGE, sinks=[on_event]))
+        assert [type(error) for error in caught.value.exceptions] == [SiblingError]
+
+
+@pytest.mark.parametrize("use", ["read", "linear"])
+@pytest.mark.asyncio
+async def test_closing_waits_for_a_call_whose_task_was_cancelled(path: Path, use: str) -> None:
+    with SimulatedBackend("discrete-24g") as backend, nothing_is_left(path, backend):
+        model = await ggufstream.load(path, backend=backend)
+        gate = Gate(getattr(backend, use))
+        setattr(backend, use, gate)
+        name = "blk.0.attn_q.weight"
+        task = asyncio.ensure_future(model[name].read() if use == "read" else model.linear(name, [0.0] * 256))
+        assert await asyncio.to_thread(gate.entered.wait, 10)
+        task.cancel()
+        closing = asyncio.ensure_future(model.aclose())
+        second = asyncio.ensure_future(model.aclose())
+        done, _ = await asyncio.wait([closing, second], timeout=0.02)
+        assert not done
+        closing.cancel()  # a cancelled close goes on, and says so at its end
+        done, _ = await asyncio.wait([closing], timeout=0.02)
+        assert not done
+        assert backend.statistics()["live_bytes"] > 0
+        gate.go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await second
+        assert backend.statistics()["live_bytes"] == 0
+
+
+@pytest.mark.asyncio
+async def test_running_out_of_descriptors_is_a_typed_error(path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    typed = 0
+    with SimulatedBackend("discrete-24g") as backend:
+        for spare in range(12):
+            lowest_free = os.dup(0)
+            os.close(lowest_free)
+            with nothing_is_left(path, backend):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + spare, hard))
+                try:
+                    async with await ggufstream.load(path, backend=backend, range_bytes=RANGE):
+                        pass
+                except ggufstream.GGUFStreamError:
+                    typed += 1
+                finally:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert typed > 0
+
+
+@pytest.mark.asyncio
+async def test_options_of_an_open_backend_are_not_ignored(path: Path) -> None:
+    with CpuBackend() as backend:
+        for change in ({"upload": "staged"}, {"device": "0"}, {"validation": True}):
+            with pytest.raises(OptionError, match=next(iter(change))):
+                await ggufstream.load(path, backend=backend, **change)
+        with pytest.raises(OptionError, match="neither a name nor an open backend"):
+            await ggufstream.load(path, backend=CpuBackend)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sink", [3, "asyncio.sleep"])
+@pytest.mark.asyncio
+async def test_what_cannot_be_a_sink_is_refused_at_once(path: Path, sink: object) -> None:
+    async def coroutine(event: Event) -> None: ...
+
+    with pytest.raises(OptionError, match="cannot be a sink"):
+        await ggufstream.load(path, backend="cpu", sinks=[coroutine if isinstance(sink, str) else sink])

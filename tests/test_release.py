@@ -35,9 +35,12 @@ class FakeSource:
         self.dropped: list[int] = []
         self.evicted: list[int] = []
 
-    def drop(self, first: int, last: int) -> None:
+    fills_cache = True
+
+    def drop(self, first: int, last: int) -> bool:
         assert 0 <= first < last <= -(-self.shard.size // PAGE)
         self.dropped += range(first, last)
+        return True
 
 
 class Watch:

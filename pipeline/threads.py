@@ -1,0 +1,57 @@
+"""Blocking work in threads, for coroutines that may be cancelled at any moment.
+
+A thread cannot be stopped. Whoever is cancelled while one works for it must wait for its end before freeing what it
+uses. anyio's shields hold off cancelled scopes, but not asyncio's own ``task.cancel()``, which timeouts and task groups
+of asyncio use; here both are held off until the work is done, and take effect then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from typing import TypeVar
+
+import anyio
+import anyio.lowlevel
+
+__all__ = ["clean_up_in_thread", "in_thread", "uninterrupted"]
+
+_T = TypeVar("_T")
+
+
+async def uninterrupted(work: Awaitable[_T]) -> _T:
+    """Await ``work`` to its end, however often this task is cancelled meanwhile; the cancellation is raised after it.
+
+    The result is lost then: what ``work`` acquires it must have put where it is found.
+    """
+    future = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    with anyio.CancelScope(shield=True):
+        while not future.done():
+            try:
+                await asyncio.wait({future})
+            except asyncio.CancelledError as error:
+                cancelled = error
+    if cancelled is not None:
+        if not future.cancelled():
+            future.exception()  # counts as seen
+        raise cancelled
+    return future.result()
+
+
+async def in_thread(work: Callable[[], _T], executor: Executor | None = None) -> _T:
+    """Run ``work`` in a thread of ``executor`` (of the event loop's own where ``None``); waits for its end, always.
+
+    In a scope that is cancelled already, ``work`` is not begun.
+    """
+    await anyio.lowlevel.checkpoint_if_cancelled()
+    context = contextvars.copy_context()
+    return await uninterrupted(asyncio.get_running_loop().run_in_executor(executor, context.run, work))
+
+
+async def clean_up_in_thread(work: Callable[[], object]) -> None:
+    """As ``in_thread``, but begun in any case: for giving back what a cancelled task holds."""
+    with anyio.CancelScope(shield=True):
+        await in_thread(work)
