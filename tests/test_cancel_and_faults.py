@@ -359,15 +359,15 @@ async def cancelled_inside(gate: Gate, work: Any) -> None:
 
 
 STEPS = {
-    "open the backend": ("ggufstream.loader.open_backend", 1),
-    "read the cache's state": ("ggufstream.loader.Residency", 1),
-    "plan": ("ggufstream.loader.make_plan", 1),
-    "open a source": ("ggufstream.loader.open_source", 1),
+    "open the backend": ("ggufstream.job.open_backend", 1),
+    "read the cache's state": ("ggufstream.job.Residency", 1),
+    "plan": ("ggufstream.job.make_plan", 1),
+    "open a source": ("ggufstream.job.open_source", 1),
     "allocate": ("os.memfd_create", 2),
     "read": ("ggufstream.read.pread_into", 3),
     "pack": ("ggufstream.stream.pack", 4),
     "release": ("ggufstream.release.evict", 2),
-    "look at the cache afterwards": ("ggufstream.loader._cached_bytes", 1),
+    "look at the cache afterwards": ("ggufstream.job._cached_bytes", 1),
 }
 
 

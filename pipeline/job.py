@@ -1,0 +1,357 @@
+"""One load, from submission to a model or an error. Owns every handle until the model takes them over."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from inspect import iscoroutinefunction
+from typing import Any, TypeVar
+
+import anyio
+
+from ggufstream.backends.arena import Arena
+from ggufstream.backends.base import Backend
+from ggufstream.backends.host_memory import HOST_CHUNK_BYTES, HostChunk
+from ggufstream.backends.host_memory import Counter as MemoryCounter
+from ggufstream.backends.registry import auto_reason, open_backend
+from ggufstream.budget import ByteBudget
+from ggufstream.errors import (
+    GGUFStreamError,
+    OptionError,
+    OutOfHostMemoryError,
+    PlanViolationError,
+    UnreadableFileError,
+)
+from ggufstream.events import (
+    Event,
+    EventSink,
+    HeaderRead,
+    LoadCancelled,
+    LoadFailed,
+    LoadFinished,
+    LoadStarted,
+    Planned,
+)
+from ggufstream.gguf_file import FileIndex, checked_path, read_index
+from ggufstream.model import Model
+from ggufstream.options import LoadOptions, Placement
+from ggufstream.pages import Residency, rss_bytes
+from ggufstream.plan import DEVICE, HOST, LoadPlan, check_fits, make_plan
+from ggufstream.read import Source, choose_io, open_source
+from ggufstream.release import Releaser
+from ggufstream.report import ArenaReport, FallbackReport, LoadReport, PlacementReport
+from ggufstream.sinks import StructlogSink
+from ggufstream.stream import Stream
+from ggufstream.threads import clean_up_in_thread, in_thread
+
+__all__ = ["LoadJob", "submit"]
+
+_T = TypeVar("_T")
+
+
+async def submit(
+    path: str | os.PathLike[str],
+    *,
+    backend: str | Backend | None,
+    options: LoadOptions | None,
+    sinks: Sequence[EventSink],
+    changes: dict[str, Any],
+) -> Model:
+    """What :func:`ggufstream.load` does, once everything is imported."""
+    chosen = options if options is not None else LoadOptions.from_environment()
+    given: Backend | None = None
+    if isinstance(backend, Backend):
+        given = backend
+        fixed = {"device", "upload", "validation"} & changes.keys()
+        if fixed:
+            raise OptionError(
+                f"{', '.join(sorted(fixed))} cannot be changed for a backend that is open already",
+                remedy="Open the backend with it, or give the backend's name",
+            )
+    elif isinstance(backend, str):
+        changes["backend"] = backend
+    elif backend is not None:
+        raise OptionError(f"backend={backend!r} is neither a name nor an open backend")
+    for sink in sinks:
+        if iscoroutinefunction(sink) or not callable(sink):
+            raise OptionError(f"{sink!r} cannot be a sink", remedy="Give a plain function of one event")
+    return await LoadJob(checked_path(path), chosen.replace(**changes), given, sinks).run()
+
+
+class LoadJob:
+    """One load. What a worker thread acquires it registers itself, before a cancelled task could lose it."""
+
+    def __init__(self, path: str, options: LoadOptions, backend: Backend | None, sinks: Sequence[EventSink]) -> None:
+        self._load_id = uuid.uuid4().hex[:12]
+        self._path = path
+        self._options = options
+        self._given_backend = backend
+        self._backend_reason = "given" if backend is not None else "asked for"
+        self._log = StructlogSink()
+        self._sinks: list[EventSink] = [self._log, *sinks]
+        self._seconds: dict[str, float] = {}
+        self._residency: dict[str, Residency] = {}
+        self._owned = ExitStack()
+        """What the model takes over: backend, arenas, descriptors."""
+        self._transient = ExitStack()
+        """What ends with the load: sources."""
+
+    def _emit(self, event: Event) -> None:
+        """Send an event to every sink. A sink that raises is dropped with a record; the load goes on."""
+        for sink in list(self._sinks):
+            try:
+                sink(event)
+            except Exception as error:  # noqa: BLE001 - a sink is the caller's code, and only its own affair
+                self._sinks.remove(sink)
+                self._log.sink_failed(event.load_id, sink, error)
+
+    async def run(self) -> Model:
+        self._emit(LoadStarted(load_id=self._load_id, file=self._path))
+        try:
+            model = await self._run()
+        except BaseException as error:
+            await clean_up_in_thread(self._give_back)
+            if isinstance(error, anyio.get_cancelled_exc_class()):
+                self._emit(LoadCancelled(load_id=self._load_id))
+                raise
+            typed = self._typed(error)
+            self._emit(LoadFailed(load_id=self._load_id, error=typed))
+            if isinstance(typed, GGUFStreamError) and not isinstance(typed, PlanViolationError):
+                # Frames of the failed load refer to slabs and mappings: a kept exception must not keep those.
+                raise typed.with_traceback(None) from None
+            raise
+        # No await from here on: a cancellation could lose the model.
+        self._emit(LoadFinished(load_id=self._load_id, report=model.report.to_dict()))
+        return model
+
+    def _give_back(self) -> None:
+        with self._owned, self._transient:
+            pass
+
+    def _typed(self, error: BaseException) -> BaseException:
+        """A typed error for what the system may answer to any call at all, such as having no descriptor left."""
+        if isinstance(error, GGUFStreamError):
+            return error
+        if isinstance(error, OSError):
+            return UnreadableFileError(
+                f"the system refused a call ({error.strerror or error})",
+                file=self._path,
+                errno=error.errno,
+                remedy="See the limits of this process (ulimit -a) and the system log",
+            )
+        if isinstance(error, MemoryError):
+            return OutOfHostMemoryError(
+                f"no host memory to load {self._path}",
+                backend="host",
+                remedy="Free memory, or lower the staging budget",
+            )
+        return error
+
+    async def _run(self) -> Model:
+        started = time.perf_counter()
+        rss_before = await in_thread(rss_bytes)
+        index = await self._timed("header", read_index(self._path, on_open=self._look))
+        self._emit(
+            HeaderRead(
+                load_id=self._load_id,
+                file=index.path,
+                shards=len(index.shards),
+                tensors=len(index.tensors),
+                tensor_bytes=index.tensor_bytes,
+                seconds=self._seconds["header"],
+                warnings=index.warnings,
+            )
+        )
+        backend = await self._timed("open", in_thread(self._open_backend))
+        load_plan = await self._timed("plan", in_thread(partial(self._plan, index, backend)))
+        sources = await in_thread(partial(self._open_sources, index, load_plan))
+        self._emit(self._planned(load_plan, sources))
+        arenas = self._arenas(load_plan, backend)
+        residency = [self._residency[shard.path] for shard in index.shards]
+        stream = Stream(
+            load_id=self._load_id,
+            plan=load_plan,
+            backend=backend,
+            sources=sources,
+            arenas=arenas,
+            releaser=(releaser := Releaser(load_plan, sources, residency, self._options.page_cache)),
+            budget=(budget := ByteBudget(self._options.staging_bytes)),
+            workers=self._options.workers,
+            emit=self._emit,
+        )
+        await self._timed("stream", stream.run())
+        _check_used(arenas)
+        descriptors = await in_thread(partial(self._keep_descriptors, load_plan, sources))
+        cached_after = await in_thread(partial(_cached_bytes, sources))
+        await in_thread(self._transient.close)
+        rss_after = await in_thread(rss_bytes)
+        self._seconds["total"] = time.perf_counter() - started
+        modes = [source.mode for source in sources]
+        stream_seconds = self._seconds["stream"]
+        report = LoadReport(
+            load_id=self._load_id,
+            file=index.path,
+            file_bytes=index.file_bytes,
+            tensors=len(load_plan.entries),
+            tensor_bytes=sum(entry.tensor.nbytes for entry in load_plan.entries),
+            streamed_bytes=load_plan.stream_bytes,
+            backend=load_plan.capabilities.backend,
+            backend_reason=self._backend_reason,
+            device=load_plan.capabilities.device,
+            upload=_upload_name(load_plan),
+            io="+".join(dict.fromkeys(modes)),
+            io_reason="; ".join(dict.fromkeys(source.reason for source in sources)),
+            workers=stream.workers,
+            seconds={name: round(seconds, 6) for name, seconds in self._seconds.items()},
+            bytes_per_second=round(load_plan.stream_bytes / stream_seconds) if stream_seconds else 0.0,
+            first_layer_seconds=None if stream.first_layer_at is None else round(stream.first_layer_at - started, 6),
+            staging_bytes=budget.total_bytes,
+            staging_peak_bytes=budget.peak_bytes,
+            rss={
+                "before": rss_before,
+                "peak": max(stream.rss_peak, rss_before, rss_after),
+                "after": rss_after,
+            },
+            page_cache=releaser.page_cache,
+            page_cache_bytes={"before": sum(seen.cached_bytes for seen in residency), "after": cached_after},
+            released_bytes=releaser.released_bytes,
+            event_loop_lag_ms=stream.probe.milliseconds(),
+            arenas=tuple(
+                ArenaReport(
+                    name=arena.name,
+                    planned_bytes=arena.planned_bytes,
+                    used_bytes=arena.used_bytes,
+                    allocated_bytes=arena.allocated_bytes,
+                    chunks=len(arena.chunks),
+                )
+                for arena in arenas.values()
+            ),
+            placements=_totals(load_plan, [str(placement) for placement in Placement], lambda e: str(e.placement)),
+            layouts=_totals(load_plan, [], lambda e: e.layout.name),
+            fallbacks=tuple(FallbackReport(tensor=tensor, reason=reason) for tensor, reason in load_plan.fallbacks),
+            warnings=index.warnings,
+        )
+        return Model(
+            index=index,
+            plan=load_plan,
+            report=report,
+            backend=backend,
+            arenas=arenas,
+            descriptors=descriptors,
+            close=self._owned.pop_all().close,
+        )
+
+    async def _timed(self, name: str, work: Awaitable[_T]) -> _T:
+        start = time.perf_counter()
+        result = await work
+        self._seconds[name] = time.perf_counter() - start
+        return result
+
+    def _look(self, path: str, descriptor: int) -> None:
+        """Note what is in the page cache before the first byte is read."""
+        self._residency[path] = Residency(descriptor, os.fstat(descriptor).st_size)
+
+    def _open_backend(self) -> Backend:
+        if self._given_backend is not None:
+            return self._given_backend
+        direct = {"auto": None, "direct": True, "staged": False}[self._options.upload]
+        backend = open_backend(
+            self._options.backend, device=self._options.device, direct=direct, validation=self._options.validation
+        )
+        self._backend_reason = auto_reason(backend) or self._backend_reason
+        return self._owned.enter_context(backend)
+
+    def _plan(self, index: FileIndex, backend: Backend) -> LoadPlan:
+        load_plan = make_plan(index, backend=backend, options=self._options)
+        check_fits(load_plan)
+        return load_plan
+
+    def _open_sources(self, index: FileIndex, load_plan: LoadPlan) -> list[Source]:
+        copies_only = all(entry.layout.verbatim for entry in load_plan.entries)
+        sources = []
+        for shard in index.shards:
+            residency = self._residency[shard.path]
+            choice = choose_io(shard, residency, asked=self._options.io, copies_only=copies_only)
+            source = open_source(shard, load_plan, choice)
+            self._transient.callback(source.close)
+            sources.append(source)
+        return sources
+
+    def _planned(self, load_plan: LoadPlan, sources: Sequence[Source]) -> Planned:
+        return Planned(
+            load_id=self._load_id,
+            backend=load_plan.capabilities.backend,
+            device=load_plan.capabilities.device,
+            upload=_upload_name(load_plan),
+            io="+".join(dict.fromkeys(source.mode for source in sources)),
+            io_reason="; ".join(dict.fromkeys(source.reason for source in sources)),
+            ranges=len(load_plan.ranges),
+            bytes_total=load_plan.stream_bytes,
+            arenas={arena.name: arena.planned_bytes for arena in load_plan.arenas.values()},
+            fallbacks=load_plan.fallbacks,
+            seconds=self._seconds["plan"],
+        )
+
+    def _arenas(self, load_plan: LoadPlan, backend: Backend) -> dict[str, Arena]:
+        capabilities = load_plan.capabilities
+        host_memory = MemoryCounter()
+        allocate: Mapping[str, Callable[[int], Any]] = {
+            DEVICE: backend.allocate,
+            HOST: lambda nbytes: HostChunk(nbytes, owner="host", counter=host_memory),
+        }
+        chunk_bytes = {
+            DEVICE: min(self._options.chunk_bytes or capabilities.chunk_bytes, capabilities.max_chunk_bytes),
+            HOST: self._options.chunk_bytes or HOST_CHUNK_BYTES,
+        }
+        arenas = {}
+        for name, arena_plan in load_plan.arenas.items():
+            arenas[name] = Arena(
+                name=name,
+                allocate=allocate[name],
+                slice_bytes=arena_plan.slice_bytes,
+                chunk_bytes=chunk_bytes[name],
+            )
+            self._owned.callback(arenas[name].close)
+        return arenas
+
+    def _keep_descriptors(self, load_plan: LoadPlan, sources: Sequence[Source]) -> dict[int, int]:
+        """Descriptors for the shards with tables that stay in the file, by shard."""
+        kept: dict[int, int] = {}
+        for entry in load_plan.entries:
+            shard = entry.tensor.shard
+            if entry.placement is Placement.ROWS and shard not in kept:
+                kept[shard] = os.dup(sources[shard].descriptor)
+                self._owned.callback(os.close, kept[shard])
+        return kept
+
+
+def _upload_name(load_plan: LoadPlan) -> str:
+    return "direct" if load_plan.capabilities.direct else "staged"
+
+
+def _check_used(arenas: Mapping[str, Arena]) -> None:
+    for arena in arenas.values():
+        if arena.used_bytes != arena.planned_bytes:
+            raise PlanViolationError(
+                f"arena {arena.name} used {arena.used_bytes:,} bytes, but {arena.planned_bytes:,} were planned",
+                remedy="Please report this with the output of inspect --json",
+            )
+
+
+def _cached_bytes(sources: Sequence[Source]) -> int:
+    return sum(Residency(source.descriptor, source.shard.size).cached_bytes for source in sources)
+
+
+def _totals(load_plan: LoadPlan, names: Sequence[str], key: Callable[[Any], str]) -> dict[str, PlacementReport]:
+    """Tensors and bytes at the destination (in the file, where they stay there) by ``key``."""
+    tensors: Counter[str] = Counter(dict.fromkeys(names, 0))
+    nbytes: Counter[str] = Counter()
+    for entry in load_plan.entries:
+        tensors[key(entry)] += 1
+        nbytes[key(entry)] += entry.tensor.nbytes if entry.placement is Placement.ROWS else entry.device_bytes
+    return {name: PlacementReport(tensors=count, bytes=nbytes[name]) for name, count in tensors.items()}
