@@ -39,7 +39,7 @@ from ggufstream.events import (
 )
 from ggufstream.gguf_file import FileIndex, checked_path, read_index
 from ggufstream.model import Model
-from ggufstream.options import LoadOptions, Placement
+from ggufstream.options import LoadChanges, LoadOptions, Placement
 from ggufstream.pages import Residency, rss_bytes
 from ggufstream.plan import DEVICE, HOST, LoadPlan, check_fits, make_plan
 from ggufstream.read import Source, choose_io, open_source
@@ -60,7 +60,7 @@ async def submit(
     backend: str | Backend | None,
     options: LoadOptions | None,
     sinks: Sequence[EventSink],
-    changes: dict[str, Any],
+    changes: LoadChanges,
 ) -> Model:
     """What :func:`ggufstream.load` does, once everything is imported."""
     chosen = options if options is not None else LoadOptions.from_environment()
@@ -74,7 +74,7 @@ async def submit(
                 remedy="Open the backend with it, or give the backend's name",
             )
     elif isinstance(backend, str):
-        changes["backend"] = backend
+        chosen = chosen.replace(backend=backend)
     elif backend is not None:
         raise OptionError(f"backend={backend!r} is neither a name nor an open backend")
     for sink in sinks:

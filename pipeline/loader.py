@@ -6,13 +6,13 @@ import asyncio
 import os
 from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 if TYPE_CHECKING:
     from ggufstream.backends.base import Backend
     from ggufstream.events import EventSink
     from ggufstream.model import Model
-    from ggufstream.options import LoadOptions
+    from ggufstream.options import LoadChanges, LoadOptions
 
 __all__ = ["load"]
 
@@ -23,7 +23,7 @@ async def load(
     backend: str | Backend | None = None,
     options: LoadOptions | None = None,
     sinks: Sequence[EventSink] = (),
-    **changes: Any,
+    **changes: Unpack[LoadChanges],
 ) -> Model:
     """Load a GGUF file, or a split one given by any of its shards, and return the model when all of it is ready.
 

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, TypedDict, Unpack, get_args
 
 from ggufstream.errors import OptionError
 
@@ -22,6 +22,7 @@ __all__ = [
     "IOMode",
     "Intent",
     "LazyMode",
+    "LoadChanges",
     "LoadOptions",
     "PageCacheMode",
     "Placement",
@@ -74,6 +75,24 @@ def parse_bytes(text: str) -> int:
     return (
         int(float(match[1]) * _UNITS[match[2].lower()]) if "." in match[1] else int(match[1]) * _UNITS[match[2].lower()]
     )
+
+
+class LoadChanges(TypedDict, total=False):
+    """The fields of :class:`LoadOptions` but ``backend`` as keywords, for type checkers."""
+
+    device: str | None
+    upload: UploadMode
+    io: IOMode
+    lazy: LazyMode
+    lazy_bytes: int
+    page_cache: PageCacheMode
+    staging_bytes: int
+    range_bytes: int
+    workers: int | None
+    chunk_bytes: int | None
+    select: str | None
+    intents: Mapping[str, Intent] | Callable[[str], Intent | None] | None
+    validation: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +148,7 @@ class LoadOptions:
             except re.error as error:
                 raise OptionError(f"select={self.select!r} is not a regular expression ({error})") from None
 
-    def replace(self, **changes: Any) -> Self:
+    def replace(self, *, backend: str | None = None, **changes: Unpack[LoadChanges]) -> Self:
         """These options with some changed.
 
         Raises:
@@ -143,6 +162,8 @@ class LoadOptions:
                     f"there is no option {name!r}",
                     remedy=f"Did you mean {close[0]!r}?" if close else f"Options are {', '.join(names)}",
                 )
+        if backend is not None:
+            return dataclasses.replace(self, backend=backend, **changes)
         return dataclasses.replace(self, **changes)
 
     @classmethod

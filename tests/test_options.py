@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pickle
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +17,7 @@ from ggufstream.options import (
     Intent,
     IOMode,
     LazyMode,
+    LoadChanges,
     LoadOptions,
     PageCacheMode,
     Placement,
@@ -192,3 +193,7 @@ def test_names_of_intents_and_placements() -> None:
     assert str(Intent.LINEAR) == "LINEAR"
     assert str(Intent.LINEAR | Intent.LOOKUP) == "LINEAR|LOOKUP"
     assert [str(placement) for placement in Placement] == ["ARENA", "HOST", "ROWS"]
+
+
+def test_changes_are_the_fields() -> None:
+    assert get_type_hints(LoadChanges) | {"backend": str} == get_type_hints(LoadOptions)
