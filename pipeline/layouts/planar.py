@@ -7,15 +7,23 @@ padded. A type with a single field has one plane, equal to ``raw``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from ggufstream.ggml_types import GGMLType
 from ggufstream.layouts.base import Bytes, Extent, Layout, Run
 
 __all__ = ["Planar"]
+
+_STEP_BYTES = 512 << 10
+"""File bytes at a time: they and as much again for the planes are in the second-level cache, and the calls for a step
+still cost little beside it."""
+
+_Items: TypeAlias = npt.NDArray[Any]
 
 
 class Planar(Layout):
@@ -50,12 +58,32 @@ class Planar(Layout):
         )
 
     def pack(self, extent: Extent, source: Bytes, runs: Sequence[Bytes]) -> None:
-        blocks = source.view(extent.type.block_dtype)
-        for (name, size), run in zip(extent.type.fields.items(), runs, strict=True):
-            # Opaque void items move at the speed of a memory copy; a (blocks, bytes) array of uint8 is 5 times slower.
-            np.copyto(run.view(f"V{size}"), blocks[name])
+        for fields, planes in _steps(extent.type, source, runs):
+            np.copyto(planes, fields)
 
     def unpack(self, extent: Extent, runs: Sequence[Bytes], destination: Bytes) -> None:
-        blocks = destination.view(extent.type.block_dtype)
-        for (name, size), run in zip(extent.type.fields.items(), runs, strict=True):
-            np.copyto(blocks[name], run.view(f"V{size}"))
+        for fields, planes in _steps(extent.type, destination, runs):
+            np.copyto(fields, planes)
+
+
+def _steps(ggml_type: GGMLType, blocks: Bytes, runs: Sequence[Bytes]) -> Iterator[tuple[_Items, _Items]]:
+    """The fields of the blocks and their places in the planes, in steps that stay in a core's cache.
+
+    Each step fetches its blocks from memory once, with the largest field, in long strides that the processor
+    foresees; the other fields come from the cache.
+    """
+    fields = blocks.view(_block_dtype(ggml_type))
+    pairs = [(fields[name], run.view(fields.dtype[name])) for name, run in zip(ggml_type.fields, runs, strict=True)]
+    pairs.sort(key=lambda pair: -pair[1].itemsize)
+    step = max(1, _STEP_BYTES // ggml_type.block_bytes)
+    for start in range(0, fields.size, step):
+        for field, plane in pairs:
+            yield field[start : start + step], plane[start : start + step]
+
+
+@cache
+def _block_dtype(ggml_type: GGMLType) -> np.dtype[np.void]:
+    """The block with what numpy moves fastest in place of its fields: an opaque item for the whole field, but a number
+    for two bytes. A ``(blocks, bytes)`` array of uint8 is five times slower.
+    """
+    return np.dtype([(name, "<u2" if size == 2 else f"V{size}") for name, size in ggml_type.fields.items()])
