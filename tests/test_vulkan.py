@@ -449,17 +449,6 @@ def test_threads_wait_for_one_ticket(staged):
     staging.close()
 
 
-def test_callbacks_run_before_the_device_goes(api):
-    order = []
-    backend = VulkanBackend(DEVICE, api=api)
-    backend.on_close(lambda: order.append(("first", api.left["Device"])))
-    backend.on_close(lambda: order.append(("second", api.left["Device"])))
-    backend.close()
-    assert order == [("second", 1), ("first", 1)]
-    with pytest.raises(ClosedError):
-        backend.on_close(order.clear)
-
-
 @pytest.mark.parametrize(
     ("name", "intent", "layout"),
     [

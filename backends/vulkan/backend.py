@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -172,19 +172,13 @@ class VulkanBackend(Backend):
         chunk.allocation.invalidate(offset, destination.size)
         np.copyto(destination, view[offset : offset + destination.size])
 
-    def host_buffer(self, nbytes: int) -> HostAllocation:
-        """A mapped storage buffer in host memory, for the operands of a product. The caller closes it."""
-        self._check()
-        return HostAllocation(self.device, nbytes, usage=USAGE_STORAGE, memory_type=self._plan.staging)
-
-    def on_close(self, callback: Callable[[], object]) -> None:
-        """Call ``callback`` when the backend closes, before the device goes; the last registered is called first."""
-        self._check()
-        self._undo.callback(callback)
-
     def linear(self, weight: Sequence[Slice], x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         self._check()
         return self._products().linear(weight, x)
+
+    def _host_buffer(self, nbytes: int) -> HostAllocation:
+        # For the operands of a product.
+        return HostAllocation(self.device, nbytes, usage=USAGE_STORAGE, memory_type=self._plan.staging)
 
     def _products(self) -> Compute:
         from ggufstream.backends.vulkan.compute import Compute
@@ -192,7 +186,7 @@ class VulkanBackend(Backend):
         with self._lock:
             self._check()
             if self._compute is None:
-                self._compute = Compute(self.device, self.host_buffer)
+                self._compute = Compute(self.device, self._host_buffer)
                 self._undo.callback(self._compute.close)
             return self._compute
 

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from importlib import resources
-from typing import TYPE_CHECKING, Final
-from weakref import WeakKeyDictionary
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -30,10 +29,7 @@ from ggufstream.backends.vulkan.transfer import Submission, VulkanChunk
 from ggufstream.errors import UnsupportedByDeviceError
 from ggufstream.layouts import F32, Planar
 
-if TYPE_CHECKING:
-    from ggufstream.backends.vulkan.backend import VulkanBackend
-
-__all__ = ["SUPPORTED", "Compute", "linear"]
+__all__ = ["SUPPORTED", "Compute"]
 
 # fmt: off
 SUPPORTED: Final = frozenset({
@@ -58,19 +54,6 @@ _OPERAND_BYTES: Final = 16 << 20
 _MULTIPLICATIONS: Final = 1 << 32
 """Of one submission, unless a single batch needs more: well under a second on a GPU, a few on a software device, so
 that no watchdog takes it for a hang."""
-
-_LOCK: Final = threading.Lock()
-_COMPUTE: Final[WeakKeyDictionary[VulkanBackend, Compute]] = WeakKeyDictionary()
-
-
-def linear(backend: VulkanBackend, weight: Sequence[Slice], x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """:meth:`Compute.linear` on what ``backend`` keeps for it; made on first use, freed when the backend closes."""
-    with _LOCK:
-        compute = _COMPUTE.get(backend)
-        if compute is None:
-            compute = _COMPUTE[backend] = Compute(backend.device, backend.host_buffer)
-            backend.on_close(compute.close)
-    return compute.linear(weight, x)
 
 
 class Compute:
