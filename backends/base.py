@@ -111,10 +111,6 @@ class Ticket(ABC):
     """An upload that the device has not finished yet. Tickets of one backend finish in the order of their upload."""
 
     @abstractmethod
-    def done(self) -> bool:
-        """Whether the device has finished. Raises what ``wait`` would."""
-
-    @abstractmethod
     def wait(self) -> None:
         """Block until the device has finished; the staging memory is free then.
 

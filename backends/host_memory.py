@@ -100,9 +100,6 @@ class HostStaging(_HostMemory, Staging):
 class DoneTicket(Ticket):
     """An upload that had finished when ``upload`` returned."""
 
-    def done(self) -> bool:
-        return True
-
     def wait(self) -> None:
         return
 

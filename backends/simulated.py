@@ -110,10 +110,6 @@ class _DeferredTicket(Ticket):
         self.copies = copies
         self.finished = False
 
-    def done(self) -> bool:
-        self.wait()
-        return True
-
     def wait(self) -> None:
         self._backend.run_until(self)
 

@@ -68,19 +68,6 @@ class Submission:
             self._started += 1
             return self._started
 
-    def done(self, number: int) -> bool:
-        """Whether batch ``number`` has finished."""
-        # While another thread waits with the lock held, the batch is not known to be done.
-        if number > self._finished and self._lock.acquire(blocking=False):
-            try:
-                if number > self._finished and self.device.fence_done(self._fence):
-                    self._finished = self._started
-                if number > self._finished and self.device.lost:
-                    self.device.check()
-            finally:
-                self._lock.release()
-        return number <= self._finished
-
     def wait(self, number: int) -> None:
         """Block until batch ``number`` has finished.
 
@@ -137,9 +124,6 @@ class VulkanTicket(Ticket):
     def __init__(self, submission: Submission, number: int) -> None:
         self._submission = submission
         self._number = number
-
-    def done(self) -> bool:
-        return self._submission.done(self._number)
 
     def wait(self) -> None:
         self._submission.wait(self._number)
