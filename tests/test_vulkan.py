@@ -28,7 +28,6 @@ from ggufstream.backends.vulkan.errors import explain, from_result
 from ggufstream.backends.vulkan.memory import HostAllocation, plan_memory
 from ggufstream.backends.vulkan.records import (
     DeviceRecord,
-    Features,
     Limits,
     MemoryHeap,
     MemoryType,
@@ -505,20 +504,11 @@ def record(
     limits = Limits(
         max_storage_buffer_range=4 * GIB - 1,
         max_memory_allocation_size=4 * GIB,
-        max_memory_allocation_count=4096,
         max_buffer_size=None,
         min_storage_buffer_offset_alignment=16,
         optimal_buffer_copy_offset_alignment=1,
         non_coherent_atom_size=64,
-        max_push_constants_size=128,
-        max_compute_shared_memory_size=32768,
         max_compute_work_group_count=(65535, 65535, 65535),
-        max_compute_work_group_size=(1024, 1024, 64),
-        max_compute_work_group_invocations=1024,
-        subgroup_size=32,
-        subgroup_compute_operations=0xFF,
-        min_subgroup_size=32,
-        max_subgroup_size=32,
         min_imported_host_pointer_alignment=None,
     )
     for name in [name for name in changes if hasattr(limits, name)]:
@@ -534,7 +524,6 @@ def record(
         memory_types=tuple(types or [ON_GPU, ON_HOST, ON_HOST_CACHED, ON_BAR]),
         queue_families=(QueueFamily(index=0, count=1, graphics=True, compute=True, transfer=True),),
         limits=limits,
-        features=Features(),
         extensions=frozenset({"VK_EXT_memory_budget"}),
     )
     return replace(base, **changes)

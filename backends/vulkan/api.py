@@ -315,10 +315,8 @@ class Vulkan:
         *,
         families: Sequence[int],
         extensions: Sequence[str],
-        core_features: dict[str, bool],
-        features: dict[str, dict[str, bool]],
     ) -> Device:
-        """A logical device with one queue of each family. ``features`` maps struct names to fields to enable."""
+        """A logical device with one queue of each family and no optional feature."""
         priority = self._array("float", [1.0])
         queues = self._ffi.new("VkDeviceQueueCreateInfo[]", len(families))
         for queue, family in zip(queues, families, strict=True):
@@ -327,14 +325,8 @@ class Vulkan:
             queue.queueCount = 1
             queue.pQueuePriorities = priority
         names, _kept = self._strings(extensions)
-        head = self._struct("VkPhysicalDeviceFeatures2")
-        for field, value in core_features.items():
-            setattr(head.features, field, value)
-        parts = [self._struct(name, **fields) for name, fields in features.items()]
-        self._chain(head, parts)
         info = self._struct(
             "VkDeviceCreateInfo",
-            pNext=head,
             queueCreateInfoCount=len(families),
             pQueueCreateInfos=queues,
             enabledExtensionCount=len(extensions),
@@ -541,7 +533,6 @@ class Vulkan:
         layout: PipelineLayout,
         *,
         constants: Sequence[int] = (),
-        subgroup_size: int | None = None,
     ) -> Pipeline:
         """Entry point ``main``; ``constants`` are the 32-bit specialization constants of ids 0, 1, …"""
         name = self._ffi.new("char[]", b"main")
@@ -556,10 +547,6 @@ class Vulkan:
         info.stage.module = self._cast("VkShaderModule", module)
         info.stage.pName = name
         info.stage.pSpecializationInfo = special
-        if subgroup_size is not None:
-            kind = "VkPipelineShaderStageRequiredSubgroupSizeCreateInfo"
-            size = self._struct(kind, requiredSubgroupSize=subgroup_size)
-            info.stage.pNext = size
         out = self._ffi.new("VkPipeline*")
         no_cache = self._cast("VkPipelineCache", None)
         owner = self._cast("VkDevice", device)
@@ -579,10 +566,6 @@ class Vulkan:
     def destroy_descriptor_pool(self, device: Device, pool: DescriptorPool) -> None:
         """Free the pool and its sets."""
         self._destroy("vkDestroyDescriptorPool", device, "VkDescriptorPool", pool)
-
-    def reset_descriptor_pool(self, device: Device, pool: DescriptorPool) -> None:
-        """Free all sets of the pool."""
-        self._must("vkResetDescriptorPool", self._cast("VkDevice", device), self._cast("VkDescriptorPool", pool), 0)
 
     def allocate_descriptor_set(
         self, device: Device, pool: DescriptorPool, layout: DescriptorSetLayout

@@ -2,76 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Final, NamedTuple
+from typing import Final
 
 from ggufstream.backends.vulkan.api import Facts, PhysicalDevice, Vulkan
 from ggufstream.backends.vulkan.records import (
     DeviceKind,
     DeviceRecord,
-    Features,
     Limits,
     MemoryHeap,
     MemoryType,
     QueueFamily,
 )
 
-__all__ = ["CORE_FEATURES", "FEATURES", "Feature", "describe", "memory_heaps", "unpack_version"]
-
-
-class Feature(NamedTuple):
-    """Where a field of :class:`Features` stands: a field of ``struct``, core since ``version``, else ``extension``."""
-
-    struct: str
-    field: str
-    version: tuple[int, int, int] = (1, 0, 0)
-    extension: str = ""
-
-    def offered(self, version: tuple[int, int, int], extensions: frozenset[str]) -> bool:
-        return version >= self.version or self.extension in extensions
-
-
-CORE_FEATURES: Final = "VkPhysicalDeviceFeatures2"
-_FLOAT16_INT8: Final = "VkPhysicalDeviceShaderFloat16Int8Features"
-
-FEATURES: Final = {
-    "int16": Feature(CORE_FEATURES, "shaderInt16"),
-    "int64": Feature(CORE_FEATURES, "shaderInt64"),
-    "storage_16bit": Feature("VkPhysicalDevice16BitStorageFeatures", "storageBuffer16BitAccess", (1, 1, 0)),
-    "storage_8bit": Feature(
-        "VkPhysicalDevice8BitStorageFeatures", "storageBuffer8BitAccess", (1, 2, 0), "VK_KHR_8bit_storage"
-    ),
-    "float16": Feature(_FLOAT16_INT8, "shaderFloat16", (1, 2, 0), "VK_KHR_shader_float16_int8"),
-    "int8": Feature(_FLOAT16_INT8, "shaderInt8", (1, 2, 0), "VK_KHR_shader_float16_int8"),
-    "timeline_semaphore": Feature(
-        "VkPhysicalDeviceTimelineSemaphoreFeatures", "timelineSemaphore", (1, 2, 0), "VK_KHR_timeline_semaphore"
-    ),
-    "integer_dot_product": Feature(
-        "VkPhysicalDeviceShaderIntegerDotProductFeatures",
-        "shaderIntegerDotProduct",
-        (1, 3, 0),
-        "VK_KHR_shader_integer_dot_product",
-    ),
-    "subgroup_size_control": Feature(
-        "VkPhysicalDeviceSubgroupSizeControlFeatures", "subgroupSizeControl", (1, 3, 0), "VK_EXT_subgroup_size_control"
-    ),
-    "maintenance4": Feature("VkPhysicalDeviceMaintenance4Features", "maintenance4", (1, 3, 0), "VK_KHR_maintenance4"),
-}
-"""How each field of :class:`Features` is asked for and enabled."""
-assert set(FEATURES) == {field.name for field in fields(Features)}
+__all__ = ["describe", "memory_heaps", "unpack_version"]
 
 _KINDS: Final[dict[int, DeviceKind]] = {1: "integrated", 2: "discrete", 3: "virtual", 4: "cpu"}
 _PROPERTIES: Final = "VkPhysicalDeviceProperties2"
 _MEMORY: Final = "VkPhysicalDeviceMemoryProperties2"
 _BUDGET: Final = "VkPhysicalDeviceMemoryBudgetPropertiesEXT"
 _DRIVER: Final = "VkPhysicalDeviceDriverProperties"
-_SUBGROUP: Final = "VkPhysicalDeviceSubgroupProperties"
-_SUBGROUP_SIZES: Final = "VkPhysicalDeviceSubgroupSizeControlProperties"
 _MAINTENANCE3: Final = "VkPhysicalDeviceMaintenance3Properties"
 _MAINTENANCE4: Final = "VkPhysicalDeviceMaintenance4Properties"
 _HOST_POINTER: Final = "VkPhysicalDeviceExternalMemoryHostPropertiesEXT"
-
-_COMPUTE_STAGE: Final = 0x20
 
 
 def unpack_version(packed: int) -> tuple[int, int, int]:
@@ -88,13 +40,11 @@ def describe(api: Vulkan, device: PhysicalDevice, index: int, *, newest: tuple[i
     def has(core: tuple[int, int, int], extension: str) -> bool:
         return version >= core or extension in extensions
 
-    parts = [_SUBGROUP, _MAINTENANCE3]
+    parts = [_MAINTENANCE3]
     if has((1, 2, 0), "VK_KHR_driver_properties"):
         parts.append(_DRIVER)
     if has((1, 3, 0), "VK_KHR_maintenance4"):
         parts.append(_MAINTENANCE4)
-    if has((1, 3, 0), "VK_EXT_subgroup_size_control"):
-        parts.append(_SUBGROUP_SIZES)
     if "VK_EXT_external_memory_host" in extensions:
         parts.append(_HOST_POINTER)
     if version < (1, 1, 0):  # these structs came with 1.1, and so did asking for them; the device is not usable
@@ -113,7 +63,6 @@ def describe(api: Vulkan, device: PhysicalDevice, index: int, *, newest: tuple[i
         memory_types=_memory_types(api, device),
         queue_families=_queue_families(api, device),
         limits=_limits(facts),
-        features=_features(api, device, version, extensions),
         extensions=extensions,
     )
 
@@ -171,44 +120,13 @@ def _limits(facts: Facts) -> Limits:
     def limit(name: str) -> int:
         return facts.number(_PROPERTIES, f"properties.limits.{name}")
 
-    size = facts.number(_SUBGROUP, "subgroupSize")
-    in_compute = facts.number(_SUBGROUP, "supportedStages") & _COMPUTE_STAGE
     return Limits(
         max_storage_buffer_range=limit("maxStorageBufferRange"),
         max_memory_allocation_size=facts.number(_MAINTENANCE3, "maxMemoryAllocationSize"),
-        max_memory_allocation_count=limit("maxMemoryAllocationCount"),
         max_buffer_size=facts.number(_MAINTENANCE4, "maxBufferSize") or None,
         min_storage_buffer_offset_alignment=limit("minStorageBufferOffsetAlignment"),
         optimal_buffer_copy_offset_alignment=limit("optimalBufferCopyOffsetAlignment"),
         non_coherent_atom_size=limit("nonCoherentAtomSize"),
-        max_push_constants_size=limit("maxPushConstantsSize"),
-        max_compute_shared_memory_size=limit("maxComputeSharedMemorySize"),
         max_compute_work_group_count=facts.numbers(_PROPERTIES, "properties.limits.maxComputeWorkGroupCount"),
-        max_compute_work_group_size=facts.numbers(_PROPERTIES, "properties.limits.maxComputeWorkGroupSize"),
-        max_compute_work_group_invocations=limit("maxComputeWorkGroupInvocations"),
-        subgroup_size=size,
-        subgroup_compute_operations=facts.number(_SUBGROUP, "supportedOperations") if in_compute else 0,
-        min_subgroup_size=facts.number(_SUBGROUP_SIZES, "minSubgroupSize") or size,
-        max_subgroup_size=facts.number(_SUBGROUP_SIZES, "maxSubgroupSize") or size,
         min_imported_host_pointer_alignment=facts.number(_HOST_POINTER, "minImportedHostPointerAlignment") or None,
-    )
-
-
-def _features(
-    api: Vulkan, device: PhysicalDevice, version: tuple[int, int, int], extensions: frozenset[str]
-) -> Features:
-    if version < (1, 1, 0):
-        return Features()
-    offered = {name: feature for name, feature in FEATURES.items() if feature.offered(version, extensions)}
-    parts = dict.fromkeys(feature.struct for feature in offered.values() if feature.struct != CORE_FEATURES)
-    facts = api.query(device, "Features", CORE_FEATURES, list(parts))
-    return Features(
-        **{
-            name: bool(
-                facts.number(
-                    feature.struct, f"features.{feature.field}" if feature.struct == CORE_FEATURES else feature.field
-                )
-            )
-            for name, feature in offered.items()
-        }
     )

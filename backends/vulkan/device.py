@@ -16,7 +16,7 @@ from functools import cache
 from typing import Final, Protocol
 
 from ggufstream.backends.vulkan.api import CommandBuffer, Device, Fence, Instance, PhysicalDevice, Queue, Vulkan
-from ggufstream.backends.vulkan.describe import CORE_FEATURES, FEATURES, describe, memory_heaps, unpack_version
+from ggufstream.backends.vulkan.describe import describe, memory_heaps, unpack_version
 from ggufstream.backends.vulkan.errors import BACKEND, LOST_REMEDY, install_line
 from ggufstream.backends.vulkan.records import DeviceRecord, MemoryHeap
 from ggufstream.errors import BackendUnavailableError, ClosedError, DeviceError, DeviceLostError, NoDeviceError
@@ -179,7 +179,7 @@ class DeviceQueue:
 
 
 class VulkanDevice:
-    """A logical device with all features of ``record.features`` enabled.
+    """A logical device. The shaders need no optional feature, so none is enabled.
 
     ``compute`` and ``transfer`` are one and the same object where there is no copy engine of its own.
     """
@@ -200,31 +200,14 @@ class VulkanDevice:
         self.allocations: set[_Closable] = set()
         """What is open on this device: each adds itself, and goes when it is closed."""
         self._deferred: list[tuple[Callable[[], bool], Callable[[], None]]] = []
-        extensions, core, features = self._wanted()
-        self.handle: Device = self.api.create_device(
-            physical, families=self.families, extensions=extensions, core_features=core, features=features
-        )
+        # A device that offers VK_KHR_portability_subset demands that it is enabled.
+        wanted = ("VK_KHR_portability_subset", "VK_EXT_memory_budget")
+        extensions = [name for name in wanted if name in record.extensions]
+        self.handle: Device = self.api.create_device(physical, families=self.families, extensions=extensions)
         self.compute = DeviceQueue(self.api.queue(self.handle, compute), compute)
         self.transfer = (
             self.compute if transfer == compute else DeviceQueue(self.api.queue(self.handle, transfer), transfer)
         )
-
-    def _wanted(self) -> tuple[list[str], dict[str, bool], dict[str, dict[str, bool]]]:
-        offered = self.record.extensions
-        # A device that offers VK_KHR_portability_subset demands that it is enabled.
-        wished = ["VK_KHR_portability_subset", "VK_EXT_memory_budget", "VK_EXT_external_memory_host"]
-        core: dict[str, bool] = {}
-        features: dict[str, dict[str, bool]] = {}
-        for name, feature in FEATURES.items():
-            if not getattr(self.record.features, name):
-                continue
-            if feature.struct == CORE_FEATURES:
-                core[feature.field] = True
-                continue
-            features.setdefault(feature.struct, {})[feature.field] = True
-            if self.record.api_version < feature.version:
-                wished.append(feature.extension)
-        return [name for name in dict.fromkeys(wished) if name in offered], core, features
 
     # State
 

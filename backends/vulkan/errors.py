@@ -91,8 +91,8 @@ def explain(code: int) -> str:
     return f"{_WORDS.get(code, 'the driver reported a result that is not in the specification known here')} ({code})"
 
 
-def from_result(function: str, code: int, *, needed: int | None = None, available: int | None = None) -> DeviceError:
-    """The error for a failed call of ``function``; ``needed`` and ``available`` in bytes where memory was asked for."""
+def from_result(function: str, code: int, *, needed: int | None = None) -> DeviceError:
+    """The error for a failed call of ``function``; ``needed`` in bytes where memory was asked for."""
     what = f"{function}: {explain(code)}"
     amount = f"; {needed:,} bytes were asked for" if needed is not None else ""
     match code:
@@ -102,14 +102,10 @@ def from_result(function: str, code: int, *, needed: int | None = None, availabl
                 if code == _TOO_MANY_OBJECTS
                 else "Free device memory (other programs count too), or place fewer tensors on the device"
             )
-            return OutOfDeviceMemoryError(
-                what + amount, backend=BACKEND, needed=needed, available=available, remedy=remedy
-            )
+            return OutOfDeviceMemoryError(what + amount, backend=BACKEND, needed=needed, remedy=remedy)
         case -1 | -5:
             remedy = "Free memory, or lower the staging budget"
-            return OutOfHostMemoryError(
-                what + amount, backend=BACKEND, needed=needed, available=available, remedy=remedy
-            )
+            return OutOfHostMemoryError(what + amount, backend=BACKEND, needed=needed, remedy=remedy)
         case -4:
             return DeviceLostError(what, backend=BACKEND, remedy=LOST_REMEDY)
         case -9:

@@ -18,7 +18,7 @@ from ggufstream.backends.vulkan.records import DeviceRecord, MemoryHeap, MemoryT
 from ggufstream.errors import ClosedError, OptionError, UnsupportedByDeviceError
 from ggufstream.layouts import Bytes
 
-__all__ = ["Allocation", "HostAllocation", "MemoryPlan", "memory_types", "plan_memory"]
+__all__ = ["Allocation", "HostAllocation", "MemoryPlan", "plan_memory"]
 
 _CHUNK_BYTES: Final = 256 << 20
 
@@ -34,9 +34,8 @@ class MemoryPlan:
     capabilities: Capabilities
 
 
-def memory_types(record: DeviceRecord, type_bits: int, *, heap: int | None = None) -> list[MemoryType]:
-    """The types that ``type_bits`` allows, on one heap or on any."""
-    return [t for t in record.memory_types if type_bits >> t.index & 1 and heap in {None, t.heap}]
+def _memory_types(record: DeviceRecord, type_bits: int) -> list[MemoryType]:
+    return [t for t in record.memory_types if type_bits >> t.index & 1]
 
 
 def plan_memory(
@@ -57,8 +56,9 @@ def plan_memory(
         UnsupportedByDeviceError: No memory fits.
         OptionError: ``direct`` is ``True`` and not possible here.
     """
-    local = [t for t in memory_types(record, arena_bits) if t.device_local] or memory_types(record, arena_bits)
-    visible = [t for t in memory_types(record, staging_bits) if t.host_visible]
+    usable = _memory_types(record, arena_bits)
+    local = [t for t in usable if t.device_local] or usable
+    visible = [t for t in _memory_types(record, staging_bits) if t.host_visible]
     if not local or not visible:
         raise UnsupportedByDeviceError(f"{record.name} has no memory type for buffers", backend=BACKEND)
     largest = max({t.heap for t in local}, key=lambda heap: record.heaps[heap].size)

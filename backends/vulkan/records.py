@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
-__all__ = ["DeviceKind", "DeviceRecord", "Features", "Limits", "MemoryHeap", "MemoryType", "QueueFamily"]
+__all__ = ["DeviceKind", "DeviceRecord", "Limits", "MemoryHeap", "MemoryType", "QueueFamily"]
 
 DeviceKind: TypeAlias = Literal["discrete", "integrated", "virtual", "cpu", "other"]
 
@@ -59,38 +59,13 @@ class Limits:
 
     max_storage_buffer_range: int
     max_memory_allocation_size: int
-    max_memory_allocation_count: int
     max_buffer_size: int | None
     min_storage_buffer_offset_alignment: int
     optimal_buffer_copy_offset_alignment: int
     non_coherent_atom_size: int
-    max_push_constants_size: int
-    max_compute_shared_memory_size: int
     max_compute_work_group_count: tuple[int, int, int]
-    max_compute_work_group_size: tuple[int, int, int]
-    max_compute_work_group_invocations: int
-    subgroup_size: int
-    subgroup_compute_operations: int
-    """``VkSubgroupFeatureFlags`` that compute shaders may use; 0 where subgroups cannot be used in compute shaders."""
-    min_subgroup_size: int
-    max_subgroup_size: int
     min_imported_host_pointer_alignment: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Features:
-    """What shaders and the API may do; on an opened device, all that is true here is enabled."""
-
-    storage_8bit: bool = False
-    storage_16bit: bool = False
-    int8: bool = False
-    int16: bool = False
-    int64: bool = False
-    float16: bool = False
-    integer_dot_product: bool = False
-    subgroup_size_control: bool = False
-    timeline_semaphore: bool = False
-    maintenance4: bool = False
+    """Of pages that are imported as device memory; ``None`` where that is not possible."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +82,6 @@ class DeviceRecord:
     memory_types: tuple[MemoryType, ...]
     queue_families: tuple[QueueFamily, ...]
     limits: Limits
-    features: Features
     extensions: frozenset[str]
 
     @property
@@ -151,8 +125,6 @@ class DeviceRecord:
             lacking.append(
                 "no VK_EXT_memory_budget: free memory is unknown and the heap's size stands for it; newer drivers have it"
             )
-        if not self.features.storage_8bit or not self.features.storage_16bit:
-            lacking.append("no 8-bit or 16-bit storage: shaders read whole 32-bit words; newer drivers have it")
         if self.kind == "cpu":
             lacking.append(f"a software device: slow, used only by name: --device {self.name.split()[0]}")
         return tuple(lacking)
