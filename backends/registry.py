@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Mapping
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from ggufstream.backends.base import Backend
 from ggufstream.errors import DeviceError, OptionError
+from ggufstream.options import LoadOptions, UploadMode
 
-__all__ = ["auto_reason", "choose_auto", "describe_backends", "open_backend"]
+__all__ = ["auto_reason", "describe_backends", "open_backend", "open_for"]
 
-_HOST: Final = {
-    "cpu": ("ggufstream.backends.cpu", "CpuBackend"),
-    "cpu_scalar": ("ggufstream.backends.cpu_scalar", "CpuScalarBackend"),
-}
-_SIMULATED: Final = ("ggufstream.backends.simulated", "SimulatedBackend")
+_HOST: Final = ("cpu", "cpu_scalar")
 _NAMES: Final = ("auto", *_HOST, "vulkan", "simulated:PROFILE")
+_DIRECT: Final[Mapping[UploadMode, bool | None]] = {"auto": None, "direct": True, "staged": False}
 
 _reasons: WeakKeyDictionary[Backend, str] = WeakKeyDictionary()
+
+
+def open_for(options: LoadOptions) -> tuple[Backend, str]:
+    """Open the backend that ``options`` ask for, and say why it is this one.
+
+    Raises:
+        OptionError: No backend is called so, or it has no device to choose.
+        DeviceError: The backend cannot be opened; the message says what it lacks and how to get it.
+    """
+    direct = _DIRECT[options.upload]
+    if options.backend == "auto" and options.device is None:
+        return _auto(direct=direct, validation=options.validation)
+    backend = open_backend(options.backend, device=options.device, direct=direct, validation=options.validation)
+    return backend, "asked for"
 
 
 def open_backend(
@@ -48,18 +60,15 @@ def open_backend(
             f"backend {name} has no device {device!r}", remedy="Leave the device out, or choose backend vulkan"
         )
     if name == "auto":
-        return _auto(direct=direct, validation=validation)
+        backend, _reasons[backend] = _auto(direct=direct, validation=validation)
+        return backend
     if name in _HOST:
-        return _load(_HOST[name], direct=direct is not False)
+        return _host(name, direct=direct)
     if name == "simulated":
-        return _load(_SIMULATED, *([profile] if profile else []), direct=direct)
+        from ggufstream.backends.simulated import SimulatedBackend
+
+        return SimulatedBackend(*([profile] if profile else []), direct=direct)
     raise OptionError(f"there is no backend {spec!r}", remedy=_known())
-
-
-def choose_auto() -> tuple[str, str]:
-    """What ``auto`` means on this machine: a backend's name, and why."""
-    with _auto(direct=None, validation=False) as backend:
-        return backend.capabilities.backend, _reasons[backend]
 
 
 def auto_reason(backend: Backend) -> str | None:
@@ -69,7 +78,9 @@ def auto_reason(backend: Backend) -> str | None:
 
 def describe_backends() -> list[dict[str, Any]]:
     """What each backend sees here, as plain data: ``name``, ``available``, ``devices``, ``lacks``."""
-    chosen, reason = choose_auto()
+    backend, reason = _auto(direct=None, validation=False)
+    with backend:
+        chosen = backend.capabilities.backend
     found: list[dict[str, Any]] = [{"name": "auto", "available": True, "means": chosen, "reason": reason}]
     found += [{"name": name, "available": True, "devices": [{"name": "host memory"}], "lacks": []} for name in _HOST]
     return [*found, _describe_vulkan(), _describe_simulated()]
@@ -79,11 +90,12 @@ def _known() -> str:
     return f"Known: {', '.join(_NAMES)}"
 
 
-def _load(where: tuple[str, str], *arguments: str, direct: bool | None) -> Backend:
-    module, name = where
-    backend = getattr(importlib.import_module(module), name)(*arguments, direct=direct)
-    assert isinstance(backend, Backend)
-    return backend
+def _host(name: str, *, direct: bool | None) -> Backend:
+    from ggufstream.backends.cpu import CpuBackend
+    from ggufstream.backends.cpu_scalar import CpuScalarBackend
+
+    kind = CpuBackend if name == "cpu" else CpuScalarBackend
+    return kind(direct=direct is not False)
 
 
 def _vulkan(device: str | None, *, direct: bool | None, validation: bool) -> Backend:
@@ -92,14 +104,12 @@ def _vulkan(device: str | None, *, direct: bool | None, validation: bool) -> Bac
     return VulkanBackend(device, direct=direct, validation=validation)
 
 
-def _auto(*, direct: bool | None, validation: bool) -> Backend:
+def _auto(*, direct: bool | None, validation: bool) -> tuple[Backend, str]:
     try:
         backend = _vulkan(None, direct=direct, validation=validation)
-        _reasons[backend] = f"a GPU was found: {backend.capabilities.device}"
     except DeviceError as error:
-        backend = _load(_HOST["cpu"], direct=direct is not False)
-        _reasons[backend] = str(error)
-    return backend
+        return _host("cpu", direct=direct), str(error)
+    return backend, f"a GPU was found: {backend.capabilities.device}"
 
 
 def _describe_vulkan() -> dict[str, Any]:
@@ -118,9 +128,11 @@ def _describe_vulkan() -> dict[str, Any]:
 
 
 def _describe_simulated() -> dict[str, Any]:
-    try:
-        module = importlib.import_module(_SIMULATED[0])
-    except ImportError as error:
-        return {"name": "simulated", "available": False, "devices": [], "lacks": [str(error)]}
-    profiles = sorted(getattr(module, "PROFILES", ()))
-    return {"name": "simulated", "available": True, "devices": [{"name": name} for name in profiles], "lacks": []}
+    from ggufstream.backends.simulated import PROFILES
+
+    return {
+        "name": "simulated",
+        "available": True,
+        "devices": [{"name": name} for name in sorted(PROFILES)],
+        "lacks": [],
+    }

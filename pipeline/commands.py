@@ -192,17 +192,15 @@ def plan(file: str, *, as_json: bool, **given: Any) -> None:
 async def _plan(file: str, options: LoadOptions) -> dict[str, Any]:
     import anyio.to_thread
 
-    from ggufstream.backends.registry import open_backend
+    from ggufstream.backends.registry import open_for
     from ggufstream.gguf_file import read_index
     from ggufstream.plan import make_plan
 
     index = await read_index(file)
-    direct = {"auto": None, "direct": True, "staged": False}[options.upload]
 
     def work() -> dict[str, Any]:
-        with open_backend(
-            options.backend, device=options.device, direct=direct, validation=options.validation
-        ) as backend:
+        backend, _ = open_for(options)
+        with backend:
             return make_plan(index, backend=backend, options=options).to_dict()
 
     return await anyio.to_thread.run_sync(work)

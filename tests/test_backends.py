@@ -23,6 +23,7 @@ from ggufstream.errors import (
     OutOfHostMemoryError,
 )
 from ggufstream.ggml_types import BY_NAME
+from ggufstream.options import LoadOptions
 
 
 class TestCpu(BackendConformance):
@@ -154,7 +155,6 @@ def test_host_backends_open_by_name(spec, kind):
     with registry.open_backend(spec) as backend:
         assert type(backend) is kind
         assert backend.capabilities.direct
-        assert registry.auto_reason(backend) is None
     with registry.open_backend(spec, direct=False) as backend:
         assert not backend.capabilities.direct
 
@@ -182,8 +182,11 @@ def test_auto_takes_the_cpu_where_there_is_no_gpu_and_says_why(monkeypatch, erro
     monkeypatch.setattr("ggufstream.backends.vulkan.VulkanBackend", fail)
     with registry.open_backend("auto") as backend:
         assert type(backend) is CpuBackend
-        assert registry.auto_reason(backend) == str(error)
-    assert registry.choose_auto() == ("cpu", str(error))
+    backend, reason = registry.open_for(LoadOptions())
+    assert type(backend) is CpuBackend
+    assert reason == str(error)
+    with pytest.raises(type(error)):
+        registry.open_for(LoadOptions(device="some gpu"))
     with pytest.raises(type(error)):
         registry.open_backend("auto", device="some gpu")
 
@@ -193,9 +196,16 @@ def test_auto_takes_a_gpu(monkeypatch):
         name = "vulkan"
 
     monkeypatch.setattr("ggufstream.backends.vulkan.VulkanBackend", lambda *_, **__: Gpu())
-    name, reason = registry.choose_auto()
-    assert name == "vulkan"
+    backend, reason = registry.open_for(LoadOptions())
+    assert type(backend) is Gpu
     assert "a GPU was found" in reason
+
+
+@pytest.mark.parametrize(("upload", "direct"), [("auto", True), ("direct", True), ("staged", False)])
+def test_options_open_a_backend(upload, direct):
+    backend, reason = registry.open_for(LoadOptions(backend="simulated:igpu-unified", upload=upload))
+    assert (backend.capabilities.backend, backend.capabilities.direct) == ("simulated:igpu-unified", direct)
+    assert reason == "asked for"
 
 
 def test_backends_are_described_as_plain_data():

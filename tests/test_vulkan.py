@@ -45,6 +45,7 @@ from ggufstream.errors import (
     UnsupportedByDeviceError,
 )
 from ggufstream.ggml_types import BY_NAME
+from ggufstream.options import LoadOptions
 
 DEVICE = os.environ.get("TEST_VULKAN_DEVICE", "llvmpipe")
 """Part of a device's name: the suite runs on real GPUs, too."""
@@ -667,8 +668,8 @@ def test_a_missing_loader_is_named_with_its_package(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(BackendUnavailableError, match="apt install libvulkan1"):
         Vulkan()
-    name, reason = registry.choose_auto()
-    assert name == "cpu"
+    backend, reason = registry.open_for(LoadOptions())
+    assert backend.capabilities.backend == "cpu"
     assert "libvulkan-absent" in reason
 
 
@@ -677,8 +678,9 @@ def test_a_machine_without_drivers():
     code = (
         "from ggufstream.backends.registry import *\n"
         "from ggufstream.errors import *\n"
-        "print(choose_auto()[0])\n"
-        "print({d['name']: d for d in describe_backends()}['vulkan']['available'])\n"
+        "found = {d['name']: d for d in describe_backends()}\n"
+        "print(found['auto']['means'])\n"
+        "print(found['vulkan']['available'])\n"
         "try:\n    open_backend('vulkan')\n"
         "except (BackendUnavailableError, NoDeviceError) as error:\n    print(error)\n"
     )
