@@ -42,7 +42,9 @@ def check_operand(weight: Sequence[Slice], x: _Floats) -> tuple[int, int]:
         OptionError: There is no slice, or ``x`` is not float32 of shape ``(n, n_in)``.
     """
     if not weight:
-        raise OptionError("a product needs a weight of at least one slice")
+        raise OptionError(
+            "a product needs a weight of at least one slice", remedy="Pass all slices of a matrix, in row order"
+        )
     n_in = weight[0].extent.row_blocks * weight[0].extent.type.block_elements
     if x.dtype != np.float32 or x.ndim != 2 or x.shape[1] != n_in:
         raise OptionError(

@@ -7,7 +7,7 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from ggufstream.backends.base import Backend
-from ggufstream.errors import DeviceError, OptionError
+from ggufstream.errors import DeviceError, OptionError, UnsupportedByDeviceError
 from ggufstream.options import LoadOptions, UploadMode
 
 __all__ = ["auto_reason", "describe_backends", "open_backend", "open_for"]
@@ -108,6 +108,8 @@ def _auto(*, direct: bool | None, validation: bool) -> tuple[Backend, str]:
     try:
         backend = _vulkan(None, direct=direct, validation=validation)
     except DeviceError as error:
+        if direct and isinstance(error, UnsupportedByDeviceError):
+            raise  # there is a GPU, and what was demanded of it would be taken from another device in silence
         return _host("cpu", direct=direct), str(error)
     return backend, f"a GPU was found: {backend.capabilities.device}"
 

@@ -136,7 +136,9 @@ class SimulatedBackend(Backend):
         capabilities = PROFILES[profile]
         if direct and capabilities.memory == "discrete":
             raise UnsupportedByDeviceError(
-                "its memory cannot be mapped", backend=capabilities.backend, remedy="Use upload=staged"
+                "its memory cannot be mapped",
+                backend=capabilities.backend,
+                remedy="Leave direct placement to be chosen, or use upload=staged",
             )
         self.capabilities = capabilities if direct is None else replace(capabilities, direct=direct)
         self._chunks = Counter()
@@ -164,6 +166,7 @@ class SimulatedBackend(Backend):
                     backend=self.capabilities.backend,
                     needed=nbytes,
                     available=free,
+                    remedy="Use smaller chunks, or place fewer tensors on the device",
                 )
             if self.capabilities.memory == "discrete":
                 return _DeviceChunk(nbytes, self._chunks)
@@ -183,11 +186,16 @@ class SimulatedBackend(Backend):
         with self._lock:
             while not ticket.finished:
                 if self._lost:
-                    raise DeviceLostError("the device was lost", backend=self.capabilities.backend)
+                    raise self._lost_error()
                 head = self._queue.pop(0)
                 for copy in head.copies:
                     _write(copy.chunk, copy.offset, head.staging.view[copy.source_offset :][: copy.nbytes])
                 head.finished = True
+
+    def _lost_error(self) -> DeviceLostError:
+        return DeviceLostError(
+            "the device was lost", backend=self.capabilities.backend, remedy="Open the backend again"
+        )
 
     def lose(self) -> None:
         """From now on the device answers nothing any more."""
@@ -195,7 +203,7 @@ class SimulatedBackend(Backend):
 
     def read(self, chunk: Chunk, offset: int, destination: Bytes) -> None:
         if self._lost:
-            raise DeviceLostError("the device was lost", backend=self.capabilities.backend)
+            raise self._lost_error()
         if isinstance(chunk, _DeviceChunk):
             chunk.read(offset, destination)
         else:

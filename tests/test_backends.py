@@ -21,6 +21,7 @@ from ggufstream.errors import (
     OptionError,
     OutOfDeviceMemoryError,
     OutOfHostMemoryError,
+    UnsupportedByDeviceError,
 )
 from ggufstream.ggml_types import BY_NAME
 from ggufstream.options import LoadOptions
@@ -189,6 +190,16 @@ def test_auto_takes_the_cpu_where_there_is_no_gpu_and_says_why(monkeypatch, erro
         registry.open_for(LoadOptions(device="some gpu"))
     with pytest.raises(type(error)):
         registry.open_backend("auto", device="some gpu")
+
+
+def test_auto_does_not_leave_a_gpu_that_cannot_be_filled_in_place(monkeypatch):
+    def fail(*_, **__):
+        raise UnsupportedByDeviceError("its memory cannot be mapped", backend="vulkan")
+
+    monkeypatch.setattr("ggufstream.backends.vulkan.VulkanBackend", fail)
+    with pytest.raises(UnsupportedByDeviceError, match="mapped"):
+        registry.open_for(LoadOptions(upload="direct"))
+    assert registry.open_for(LoadOptions())[1] == "vulkan: its memory cannot be mapped"
 
 
 def test_auto_takes_a_gpu(monkeypatch):

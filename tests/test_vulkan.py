@@ -39,7 +39,6 @@ from ggufstream.errors import (
     DeviceError,
     DeviceLostError,
     NoDeviceError,
-    OptionError,
     OutOfDeviceMemoryError,
     OutOfHostMemoryError,
     UnsupportedByDeviceError,
@@ -547,7 +546,7 @@ def test_the_window_of_256_mib_is_no_arena():
     assert found.staging is ON_HOST_CACHED
     assert found.capabilities.memory == "discrete"
     assert found.capabilities.budget_bytes == 7 * GIB
-    with pytest.raises(OptionError, match=r"8,589,934,592 bytes.*Resizable BAR"):
+    with pytest.raises(UnsupportedByDeviceError, match=r"8,589,934,592 bytes.*Resizable BAR"):
         plan_memory(record(), direct=True)
 
 
@@ -632,6 +631,8 @@ def test_real_gpus_go_before_others():
     assert choose_device(records[:3], None).index == 2
     assert choose_device(records, "GPU 0").index == 0
     assert choose_device(records, "4").index == 4
+    with pytest.raises(NoDeviceError, match="is called '²'"):
+        choose_device(records, "²")
     with pytest.raises(NoDeviceError, match="no GPU found"):
         choose_device(records[:1], None)
     with pytest.raises(NoDeviceError, match="no device at all"):

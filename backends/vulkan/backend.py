@@ -43,7 +43,7 @@ class VulkanBackend(Backend):
     Raises:
         BackendUnavailableError: No loader, no driver, or no validation layer.
         NoDeviceError: No device fits.
-        OptionError: ``direct`` is ``True``, and the device cannot.
+        UnsupportedByDeviceError: ``direct`` is ``True``, and the device cannot.
     """
 
     name: ClassVar[str] = BACKEND

@@ -147,7 +147,7 @@ def choose_device(records: Sequence[DeviceRecord], wanted: str | int | None) -> 
     usable = [record for record in records if record.usable]
     if wanted is None:
         fitting = [record for record in usable if record.kind != "cpu"]
-    elif isinstance(wanted, int) or (wanted.isdigit() and int(wanted) < len(records)):
+    elif isinstance(wanted, int) or (wanted.isascii() and wanted.isdecimal() and int(wanted) < len(records)):
         fitting = [record for record in usable if record.index == int(wanted)]
     else:
         fitting = [record for record in usable if wanted.casefold() in record.name.casefold()]

@@ -15,7 +15,7 @@ from ggufstream.backends.vulkan.api import Buffer
 from ggufstream.backends.vulkan.device import VulkanDevice
 from ggufstream.backends.vulkan.errors import BACKEND
 from ggufstream.backends.vulkan.records import DeviceRecord, MemoryHeap, MemoryType
-from ggufstream.errors import ClosedError, OptionError, UnsupportedByDeviceError
+from ggufstream.errors import ClosedError, UnsupportedByDeviceError
 from ggufstream.layouts import Bytes
 
 __all__ = ["Allocation", "HostAllocation", "MemoryPlan", "plan_memory"]
@@ -53,20 +53,24 @@ def plan_memory(
         staging_bits: Memory types that transfer buffers may use.
 
     Raises:
-        UnsupportedByDeviceError: No memory fits.
-        OptionError: ``direct`` is ``True`` and not possible here.
+        UnsupportedByDeviceError: No memory fits, or ``direct`` is ``True`` and not possible here.
     """
     usable = _memory_types(record, arena_bits)
     local = [t for t in usable if t.device_local] or usable
     visible = [t for t in _memory_types(record, staging_bits) if t.host_visible]
     if not local or not visible:
-        raise UnsupportedByDeviceError(f"{record.name} has no memory type for buffers", backend=BACKEND)
+        raise UnsupportedByDeviceError(
+            f"{record.name} has no memory type for buffers",
+            backend=BACKEND,
+            remedy="Choose another device, or backend cpu",
+        )
     largest = max({t.heap for t in local}, key=lambda heap: record.heaps[heap].size)
     on_largest = [t for t in local if t.heap == largest]
     mappable = [t for t in on_largest if t.host_visible]
     if direct and not mappable:
-        raise OptionError(
-            f"vulkan: {record.name} does not let the host reach its memory ({record.heaps[largest].size:,} bytes)",
+        raise UnsupportedByDeviceError(
+            f"{record.name} does not let the host reach its memory ({record.heaps[largest].size:,} bytes)",
+            backend=BACKEND,
             remedy="Leave direct placement to be chosen; 'Resizable BAR' in the firmware may enable it",
         )
     if mappable and direct is not False:
