@@ -36,7 +36,7 @@ class Capabilities:
     direct: bool
     """Arena chunks are mapped (``Chunk.view``) and filled in place; else through staging and ``upload``."""
     budget_bytes: int | None
-    """What can be allocated now."""
+    """What could be allocated at the moment of asking."""
     chunk_bytes: int
     """Preferred chunk size; never above ``max_chunk_bytes``."""
     max_chunk_bytes: int
@@ -122,7 +122,10 @@ class Ticket(ABC):
 class Backend(ABC):
     """A kind of device, opened. Subclasses: ``cpu_scalar``, ``cpu``, ``vulkan``, ``simulated``."""
 
-    capabilities: Capabilities
+    @property
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """What planning needs to know. ``budget_bytes`` is fresh at each access; all else stays as it is."""
 
     @abstractmethod
     def resolve(self, ggml_type: GGMLType, shape: tuple[int, ...], intent: Intent) -> Layout | None:

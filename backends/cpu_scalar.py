@@ -25,7 +25,7 @@ class CpuScalarBackend(Backend):
     def __init__(self, *, direct: bool = True) -> None:
         self._chunks = Counter()
         self._staging = Counter()
-        self.capabilities = Capabilities(
+        self._capabilities = Capabilities(
             backend=self.name,
             device="host memory",
             memory="host",
@@ -36,6 +36,10 @@ class CpuScalarBackend(Backend):
             max_slice_bytes=None,
             slice_alignment=64,
         )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
 
     def resolve(self, ggml_type: GGMLType, shape: tuple[int, ...], intent: Intent) -> Layout | None:
         return Raw()

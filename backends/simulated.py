@@ -133,42 +133,49 @@ class SimulatedBackend(Backend):
             raise OptionError(
                 f"there is no simulated device {profile!r}", remedy=f"Choose one of {', '.join(PROFILES)}"
             )
-        capabilities = PROFILES[profile]
-        if direct and capabilities.memory == "discrete":
+        facts = PROFILES[profile]
+        if direct and facts.memory == "discrete":
             raise UnsupportedByDeviceError(
                 "its memory cannot be mapped",
-                backend=capabilities.backend,
+                backend=facts.backend,
                 remedy="Leave direct placement to be chosen, or use upload=staged",
             )
-        self.capabilities = capabilities if direct is None else replace(capabilities, direct=direct)
+        self._facts = facts if direct is None else replace(facts, direct=direct)
         self._chunks = Counter()
         self._staging = Counter()
         self._lock = threading.Lock()
         self._queue: list[_DeferredTicket] = []
         self._lost = False
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(self._facts, budget_bytes=self._free_bytes())
+
+    def _free_bytes(self) -> int | None:
+        budget = self._facts.budget_bytes
+        return None if budget is None else budget - self._chunks.live_bytes
+
     def resolve(self, ggml_type: GGMLType, shape: tuple[int, ...], intent: Intent) -> Layout | None:
         if intent == Intent.LOOKUP:
             return None
         if ggml_type.is_quantized:
-            return Planar(alignment=self.capabilities.plane_alignment)
+            return Planar(alignment=self._facts.plane_alignment)
         if Intent.LINEAR in intent and ggml_type.name not in {"F32", "F16", "BF16"}:
             return None
         return Raw()
 
     def allocate(self, nbytes: int) -> Chunk:
         with self._lock:  # so that two threads never both get the last bytes
-            budget = self.capabilities.budget_bytes
-            free = None if budget is None else budget - self._chunks.live_bytes
-            if nbytes > self.capabilities.max_chunk_bytes or (free is not None and nbytes > free):
+            free = self._free_bytes()
+            if nbytes > self._facts.max_chunk_bytes or (free is not None and nbytes > free):
                 raise OutOfDeviceMemoryError(
                     f"cannot allocate {nbytes:,} bytes",
-                    backend=self.capabilities.backend,
+                    backend=self._facts.backend,
                     needed=nbytes,
                     available=free,
                     remedy="Use smaller chunks, or place fewer tensors on the device",
                 )
-            if self.capabilities.memory == "discrete":
+            if self._facts.memory == "discrete":
                 return _DeviceChunk(nbytes, self._chunks)
             return HostChunk(nbytes, owner=self.name, counter=self._chunks)
 
@@ -193,9 +200,7 @@ class SimulatedBackend(Backend):
                 head.finished = True
 
     def _lost_error(self) -> DeviceLostError:
-        return DeviceLostError(
-            "the device was lost", backend=self.capabilities.backend, remedy="Open the backend again"
-        )
+        return DeviceLostError("the device was lost", backend=self._facts.backend, remedy="Open the backend again")
 
     def lose(self) -> None:
         """From now on the device answers nothing any more."""

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ggufstream.backends.base import Backend, Chunk, Copy, Intent, Slice, Staging, Ticket
+from ggufstream.backends.base import Backend, Capabilities, Chunk, Copy, Intent, Slice, Staging, Ticket
 from ggufstream.errors import ClosedError, DeviceLostError, OutOfDeviceMemoryError, OutOfHostMemoryError
 from ggufstream.ggml_types import BY_ID, BY_NAME, GGMLType
 from ggufstream.layouts import Bytes, Extent, Layout
@@ -275,7 +275,10 @@ class BackendWrapper(Backend):
 
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
-        self.capabilities = inner.capabilities
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.inner.capabilities
 
     def resolve(self, ggml_type: GGMLType, shape: tuple[int, ...], intent: Intent) -> Layout | None:
         return self.inner.resolve(ggml_type, shape, intent)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ggufstream.backends.base import Backend, Intent
+from ggufstream.backends.base import Backend, Capabilities, Intent
 from ggufstream.backends.simulated import SimulatedBackend
 from ggufstream.backends.testing import BackendWrapper, random_bytes
 from ggufstream.ggml_types import BY_NAME, GGMLType
@@ -101,8 +101,12 @@ class Device(BackendWrapper):
         **capabilities: Any,
     ) -> None:
         super().__init__(SimulatedBackend(profile))
-        self.capabilities = replace(self.inner.capabilities, **capabilities)
+        self._changes = capabilities
         self._resolve = resolve
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(self.inner.capabilities, **self._changes)
 
     def resolve(self, ggml_type: GGMLType, shape: tuple[int, ...], intent: Intent) -> Layout | None:
         return (self._resolve or self.inner.resolve)(ggml_type, shape, intent)

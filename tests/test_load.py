@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +26,7 @@ from ggufstream.errors import (
 from ggufstream.events import ArenaGrown, Event, LoadFailed, LoadFinished, LoadStarted, Planned, Progress, TensorReady
 from ggufstream.ggml_types import GGMLType
 from ggufstream.layouts import Layout
+from tests.plans import Device
 from tests.small_models import MIXED, write_model
 
 BACKENDS = ("cpu", "cpu_scalar", "vulkan", "simulated:discrete-24g", "simulated:igpu-unified")
@@ -244,8 +244,7 @@ async def test_a_sink_that_raises_is_dropped_and_the_load_goes_on(mixed: Path) -
 @pytest.mark.asyncio
 async def test_a_model_larger_than_the_device_fails_before_it_allocates(mixed: Path) -> None:
     events: list[Event] = []
-    with SimulatedBackend("discrete-24g") as backend:
-        backend.capabilities = replace(backend.capabilities, budget_bytes=500_000)
+    with Device(budget_bytes=500_000) as backend:
         with pytest.raises(OutOfDeviceMemoryError) as caught:
             await ggufstream.load(mixed, backend=backend, sinks=[events.append])
         assert backend.statistics()["peak_bytes"] == 0
@@ -257,6 +256,26 @@ async def test_a_model_larger_than_the_device_fails_before_it_allocates(mixed: P
     assert "token_embd.weight" in str(error)
     assert isinstance(events[-1], LoadFailed)
     assert not any(isinstance(event, Planned | ArenaGrown | Progress) for event in events)
+
+
+@pytest.mark.asyncio
+async def test_a_second_load_knows_what_the_first_has_taken(mixed: Path) -> None:
+    with SimulatedBackend("tiny") as backend:
+        async with await ggufstream.load(mixed, backend=backend):
+            used = backend.statistics()["live_bytes"]
+        budget = backend.capabilities.budget_bytes
+        assert budget is not None
+        left = used + used // 2
+        ballast = backend.allocate(budget - left)
+        events: list[Event] = []
+        async with await ggufstream.load(mixed, backend=backend):
+            with pytest.raises(OutOfDeviceMemoryError) as caught:
+                await ggufstream.load(mixed, backend=backend, sinks=[events.append])
+        assert (caught.value.needed, caught.value.available) == (used, left - used)
+        assert not any(isinstance(event, Planned | ArenaGrown | Progress) for event in events)
+        async with await ggufstream.load(mixed, backend=backend):
+            pass
+        ballast.close()
 
 
 @pytest.mark.asyncio

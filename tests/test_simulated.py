@@ -144,6 +144,7 @@ def test_the_budget_is_one(stack: ExitStack, profile: str) -> None:
     step = min(backend.capabilities.max_chunk_bytes, budget)
     chunks = [backend.allocate(step) for _ in range(budget // step)]  # untouched memory costs nothing
     left = budget - step * len(chunks)
+    assert backend.capabilities.budget_bytes == left
     with pytest.raises(OutOfDeviceMemoryError) as caught:
         backend.allocate(left + 1)
     assert (caught.value.needed, caught.value.available) == (left + 1, left)

@@ -624,6 +624,23 @@ def test_allocation_asks_for_the_budget_first(staged, api, monkeypatch):
     assert api.called["vkAllocateMemory"] == before
 
 
+def test_the_budget_is_what_is_left_now(staged, monkeypatch):
+    heap = replace(staged.record.heaps[0], size=10_000, budget=None)
+    monkeypatch.setattr(staged.device, "heaps", lambda: (heap,))
+    chunk = staged.allocate(4_000)
+    assert staged.capabilities.budget_bytes == 6_000
+    chunk.close()
+    assert staged.capabilities.budget_bytes == 10_000
+    heap = replace(heap, budget=9_000, usage=5_000)
+    assert staged.capabilities.budget_bytes == 4_000
+
+
+def test_a_closed_backend_still_says_what_it_was(api):
+    with VulkanBackend(DEVICE, api=api) as backend:
+        before = backend.capabilities
+    assert backend.capabilities.device == before.device
+
+
 def test_real_gpus_go_before_others():
     kinds = ("cpu", "virtual", "integrated", "discrete", "discrete")
     records = [record(index=i, kind=kind, name=f"gpu {i}") for i, kind in enumerate(kinds)]

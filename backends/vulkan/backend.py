@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from ggufstream.backends.base import Backend, Chunk, Copy, Intent, Slice, Staging, Ticket
+from ggufstream.backends.base import Backend, Capabilities, Chunk, Copy, Intent, Slice, Staging, Ticket
 from ggufstream.backends.host_memory import Counter
 from ggufstream.backends.vulkan.api import USAGE_READBACK, USAGE_STORAGE, Vulkan
 from ggufstream.backends.vulkan.device import VulkanDevice, VulkanInstance, choose_device, validation_wanted
@@ -74,7 +75,7 @@ class VulkanBackend(Backend):
             self._plan: MemoryPlan = plan_memory(
                 record, direct=direct, arena_bits=arena_bits, staging_bits=staging_bits
             )
-            self.capabilities = self._plan.capabilities
+            self._facts = self._plan.capabilities
             self._read_back = ReadBack(self.device, memory_type=self._plan.staging)
             undo.callback(self._read_back.close)
             self._undo = undo.pop_all()
@@ -83,6 +84,17 @@ class VulkanBackend(Backend):
     def record(self) -> DeviceRecord:
         """Limits and features of the physical device."""
         return self.device.record
+
+    @property
+    def capabilities(self) -> Capabilities:
+        # The device may not be asked any more once it is closed.
+        return self._facts if self._closed else replace(self._facts, budget_bytes=self._free_bytes())
+
+    def _free_bytes(self) -> int:
+        """Bytes of the arena's heap that can be allocated now."""
+        heap = self.device.heaps()[self._plan.arena.heap]
+        # Without a budget from the driver all that is known is the size, and what we hold ourselves.
+        return max(0, heap.size - self._chunks.live_bytes) if heap.budget is None else heap.available
 
     def _type_bits(self, usage: int) -> int:
         # The same for all buffers of one usage, so that a small one tells before any is needed.
@@ -100,7 +112,7 @@ class VulkanBackend(Backend):
             usable = Intent.BINDABLE in intent  # tables that are only read by row stay on the host
         if not usable:
             return None
-        return Planar(alignment=self.capabilities.plane_alignment) if ggml_type.is_quantized else Raw()
+        return Planar(alignment=self._facts.plane_alignment) if ggml_type.is_quantized else Raw()
 
     def allocate(self, nbytes: int) -> Chunk:
         self._check()
@@ -119,18 +131,15 @@ class VulkanBackend(Backend):
 
     def _check_budget(self, nbytes: int) -> None:
         # Some drivers grant more than there is and lose the device at the next submission: ask before allocating.
-        if nbytes > self.capabilities.max_chunk_bytes:
+        if nbytes > self._facts.max_chunk_bytes:
             raise OutOfDeviceMemoryError(
-                f"one allocation of {nbytes:,} bytes is above the device's limit of "
-                f"{self.capabilities.max_chunk_bytes:,}",
+                f"one allocation of {nbytes:,} bytes is above the device's limit of {self._facts.max_chunk_bytes:,}",
                 backend=BACKEND,
                 needed=nbytes,
-                available=self.capabilities.max_chunk_bytes,
+                available=self._facts.max_chunk_bytes,
                 remedy="Use smaller chunks",
             )
-        heap = self.device.heaps()[self._plan.arena.heap]
-        # Without a budget from the driver all that is known is the size, and what we hold ourselves.
-        available = heap.size - self._chunks.live_bytes if heap.budget is None else heap.available
+        available = self._free_bytes()
         if nbytes > available:
             raise OutOfDeviceMemoryError(
                 f"{nbytes:,} bytes do not fit the {available:,} bytes that {self.record.name} has left",
