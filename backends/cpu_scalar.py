@@ -9,7 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ggufstream.backends.base import Backend, Capabilities, Chunk, Copy, Intent, Slice, Staging, Ticket
-from ggufstream.backends.host_memory import HOST_CHUNK_BYTES, Counter, HostChunk, HostStaging, copy_now
+from ggufstream.backends.host_memory import (
+    HOST_CHUNK_BYTES,
+    Counter,
+    HostChunk,
+    HostStaging,
+    copy_now,
+    memory_statistics,
+)
 from ggufstream.backends.products import linear_by_decoding, multiply_in_order
 from ggufstream.ggml_types import GGMLType
 from ggufstream.layouts import Bytes, Layout, Raw
@@ -61,12 +68,7 @@ class CpuScalarBackend(Backend):
         return linear_by_decoding(self.read, weight, x, multiply_in_order)
 
     def statistics(self) -> dict[str, Any]:
-        return {
-            "live_bytes": self._chunks.live_bytes,
-            "live_chunks": self._chunks.live,
-            "peak_bytes": self._chunks.peak_bytes,
-            "staging_bytes": self._staging.live_bytes,
-        }
+        return memory_statistics(self._chunks, self._staging)
 
     def close(self) -> None:
         return

@@ -6,6 +6,7 @@ import mmap
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,16 @@ from ggufstream.backends.base import Chunk, Copy, Staging, Ticket
 from ggufstream.errors import OutOfHostMemoryError
 from ggufstream.layouts import Bytes
 
-__all__ = ["HOST_CHUNK_BYTES", "Counter", "DoneTicket", "HostChunk", "HostStaging", "anonymous_memory", "copy_now"]
+__all__ = [
+    "HOST_CHUNK_BYTES",
+    "Counter",
+    "DoneTicket",
+    "HostChunk",
+    "HostStaging",
+    "anonymous_memory",
+    "copy_now",
+    "memory_statistics",
+]
 
 HOST_CHUNK_BYTES = 256 << 20
 """Preferred size of a chunk of host memory."""
@@ -62,6 +72,16 @@ class Counter:
         with self._lock:
             self.live -= 1
             self.live_bytes -= nbytes
+
+
+def memory_statistics(chunks: Counter, staging: Counter) -> dict[str, Any]:
+    """What every backend's ``statistics`` has."""
+    return {
+        "live_bytes": chunks.live_bytes,
+        "live_chunks": chunks.live,
+        "peak_bytes": chunks.peak_bytes,
+        "staging_bytes": staging.live_bytes,
+    }
 
 
 class _HostMemory:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggufstream.backends.base import Backend, Capabilities, Chunk, Copy, Intent, Slice, Staging, Ticket
-from ggufstream.backends.host_memory import Counter, HostChunk, HostStaging
+from ggufstream.backends.host_memory import Counter, HostChunk, HostStaging, memory_statistics
 from ggufstream.backends.products import linear_by_decoding, multiply_with_blas
 from ggufstream.errors import DeviceLostError, OptionError, OutOfDeviceMemoryError, UnsupportedByDeviceError
 from ggufstream.file_bytes import pread_into
@@ -219,13 +219,7 @@ class SimulatedBackend(Backend):
         return linear_by_decoding(self.read, weight, x, multiply_with_blas)
 
     def statistics(self) -> dict[str, Any]:
-        return {
-            "live_bytes": self._chunks.live_bytes,
-            "live_chunks": self._chunks.live,
-            "peak_bytes": self._chunks.peak_bytes,
-            "staging_bytes": self._staging.live_bytes,
-            "uploads_in_flight": len(self._queue),
-        }
+        return memory_statistics(self._chunks, self._staging) | {"uploads_in_flight": len(self._queue)}
 
     def close(self) -> None:
         return

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggufstream.backends.base import Backend, Capabilities, Chunk, Copy, Intent, Slice, Staging, Ticket
-from ggufstream.backends.host_memory import Counter
+from ggufstream.backends.host_memory import Counter, memory_statistics
 from ggufstream.backends.vulkan.api import USAGE_READBACK, USAGE_STORAGE, Vulkan
 from ggufstream.backends.vulkan.device import VulkanDevice, VulkanInstance, choose_device, validation_wanted
 from ggufstream.backends.vulkan.errors import BACKEND
@@ -200,11 +200,7 @@ class VulkanBackend(Backend):
             return self._compute
 
     def statistics(self) -> dict[str, Any]:
-        return {
-            "live_bytes": self._chunks.live_bytes,
-            "live_chunks": self._chunks.live,
-            "peak_bytes": self._chunks.peak_bytes,
-            "staging_bytes": self._staging.live_bytes,
+        return memory_statistics(self._chunks, self._staging) | {
             "staging_peak_bytes": self._staging.peak_bytes,
             "read_back_bytes": self._read_back.nbytes,
             "allocations": self._allocations,
