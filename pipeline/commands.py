@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
@@ -79,7 +80,7 @@ _LOADING = (
     click.option("--staging", metavar="BYTES", help="Host memory for moving bytes, such as 256M."),
     click.option("--workers", type=click.IntRange(1), metavar="N", help="Worker threads."),
     click.option("--select", metavar="REGEX", help="Only tensors whose name matches."),
-    click.option("--validation", is_flag=True, help="Run Vulkan's validation layer."),
+    click.option("--validation", is_flag=True, help="Run Vulkan's validation layer, and log what it reports."),
 )
 
 
@@ -307,6 +308,16 @@ def devices(*, as_json: bool, log_format: LogFormat, verbose: int) -> None:
     show_devices(found)
 
 
+def _log_validation() -> None:
+    """Log what Vulkan's validation layer has reported, where it ran."""
+    vulkan = sys.modules.get("ggufstream.backends.vulkan")
+    if vulkan is not None and vulkan.VALIDATION_MESSAGES:
+        import structlog
+
+        for message in vulkan.VALIDATION_MESSAGES:
+            structlog.get_logger("ggufstream").warning("vulkan_validation", message=message)
+
+
 def run_verb(name: str, arguments: Sequence[str]) -> int:
     """Run the verb that ``arguments`` name, and return the exit code.
 
@@ -320,7 +331,10 @@ def run_verb(name: str, arguments: Sequence[str]) -> int:
         commands.main(list(arguments), prog_name=name)  # a shell asks for completions
     try:
         with commands.make_context(name, list(arguments)) as context:
-            code = commands.invoke(context)
+            try:
+                code = commands.invoke(context)
+            finally:
+                _log_validation()
     except click.exceptions.Exit as done:
         return done.exit_code
     except click.exceptions.NoArgsIsHelpError as error:

@@ -28,6 +28,7 @@ __all__ = [
     "Placement",
     "UploadMode",
     "parse_bytes",
+    "parse_switch",
 ]
 
 IOMode = Literal["auto", "mmap", "pread", "direct"]
@@ -75,6 +76,20 @@ def parse_bytes(text: str) -> int:
     return (
         int(float(match[1]) * _UNITS[match[2].lower()]) if "." in match[1] else int(match[1]) * _UNITS[match[2].lower()]
     )
+
+
+def parse_switch(text: str) -> bool:
+    """``1``, ``true``, ``yes`` or ``on``; ``0``, ``false``, ``no`` or ``off``; in any case.
+
+    Raises:
+        OptionError: The text is none of these.
+    """
+    match text.strip().lower():
+        case "1" | "true" | "yes" | "on":
+            return True
+        case "0" | "false" | "no" | "off":
+            return False
+    raise OptionError(f"{text!r} is neither on nor off", remedy="Write 1 or 0")
 
 
 class LoadChanges(TypedDict, total=False):
@@ -126,7 +141,7 @@ class LoadOptions:
     intents: Mapping[str, Intent] | Callable[[str], Intent | None] | None = field(default=None, repr=False)
     """Intents by tensor name, or a function of the name (``None``: the default from the naming convention)."""
     validation: bool = False
-    """Run Vulkan's validation layer."""
+    """Run Vulkan's validation layer; what it reports is in the backend's ``statistics()["validation_messages"]``."""
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
@@ -211,5 +226,6 @@ ENVIRONMENT: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "GGUFSTREAM_PAGE_CACHE": ("page_cache", str),
     "GGUFSTREAM_STAGING": ("staging_bytes", parse_bytes),
     "GGUFSTREAM_WORKERS": ("workers", int),
+    "GGUFSTREAM_VULKAN_VALIDATION": ("validation", parse_switch),
 }
 """Environment variable → option and how its text is read."""

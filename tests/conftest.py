@@ -15,7 +15,7 @@ from blockbuster import BlockBuster, blockbuster_ctx
 ROOT = Path(__file__).parents[1]
 MODELS = ROOT / ".cache" / "models"
 
-# Before any test imports ggufstream: the validation layer watches every Vulkan call of the suite.
+# The validation layer watches every load of the suite, in subprocesses too; tests that open a device ask for it.
 os.environ.setdefault("GGUFSTREAM_VULKAN_VALIDATION", "1")
 # What a developer has set for the command line must not change what is tested.
 for _name in [name for name in os.environ if name.startswith("GGUFSTREAM_") and name != "GGUFSTREAM_VULKAN_VALIDATION"]:

@@ -112,7 +112,7 @@ async def test_cancel_at_every_event_gives_everything_back(path: Path, spec: str
 @pytest.mark.parametrize("upload", ["direct", "staged"])
 @pytest.mark.asyncio
 async def test_cancel_on_vulkan_gives_everything_back(path: Path, upload: str) -> None:
-    with open_backend("vulkan", device="llvmpipe", direct=upload == "direct") as backend:
+    with open_backend("vulkan", device="llvmpipe", direct=upload == "direct", validation=True) as backend:
         for n in range(1, 75, 3):
             with nothing_is_left(path, backend):
                 await cancelled_at(path, backend, n)
@@ -289,7 +289,8 @@ async def test_a_file_that_is_replaced_meanwhile_loads_as_it_was(tmp_path: Path,
 
 @pytest.mark.asyncio
 async def test_two_loads_at_once_and_one_is_cancelled(path: Path) -> None:
-    with open_backend("vulkan", device="llvmpipe", direct=False) as backend, nothing_is_left(path, backend):
+    backend = open_backend("vulkan", device="llvmpipe", direct=False, validation=True)
+    with backend, nothing_is_left(path, backend):
         sink = CancelAt(20)
 
         async def cancelled() -> None:

@@ -31,17 +31,18 @@ PLAN_KEYS = {"name", "type", "shape", "intent", "layout", "placement", "file_byt
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """This one without what would change output, plus ``changes``."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("GGUFSTREAM_") and k not in ("COLUMNS", "NO_COLOR")}
-    return {**kept, **changes}
+    """This one without what would change output, plus ``changes``; the validation layer stays."""
+    return {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR")} | changes
 
 
 def run(*arguments: str | Path, **changes: str) -> subprocess.CompletedProcess[str]:
     """The command as a user runs it, in a process of its own."""
     command = [sys.executable, "-m", "ggufstream", *map(os.fspath, arguments)]
-    return subprocess.run(
+    done = subprocess.run(
         command, capture_output=True, text=True, encoding="utf-8", env=environment(**changes), stdin=subprocess.DEVNULL
     )
+    assert "vulkan_validation" not in done.stderr
+    return done
 
 
 @pytest.fixture
@@ -226,6 +227,21 @@ def test_devices(call: Callable[..., tuple[int, str, str]]) -> None:
     code, out, _ = call("devices")
     assert code == 0
     assert "host memory" in out
+
+
+def test_the_validation_layer_has_nothing_to_say(small: Path) -> None:
+    done = run("load", "--json", "--backend", "vulkan", "--device", "llvmpipe", small)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["backend"] == "vulkan"
+
+
+def test_what_the_validation_layer_says_is_logged(
+    call: Callable[..., tuple[int, str, str]], small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ggufstream.backends.vulkan.VALIDATION_MESSAGES", ["VUID-made-up"])
+    code, _, err = call("plan", "--json", "--backend", "cpu", small)
+    assert code == 0
+    assert [json.loads(line)["message"] for line in err.splitlines()] == ["VUID-made-up"]
 
 
 @pytest.fixture

@@ -57,7 +57,6 @@ def measured(path: Path, warm_up: Path, **options: Any) -> dict[str, Any]:
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "GGUFSTREAM_VULKAN_VALIDATION": "0"},
     )
     assert run.returncode == 0, run.stderr
     result: dict[str, Any] = json.loads(run.stdout)

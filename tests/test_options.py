@@ -147,6 +147,7 @@ def test_environment() -> None:
             "GGUFSTREAM_PAGE_CACHE": "keep",
             "GGUFSTREAM_STAGING": "64MiB",
             "GGUFSTREAM_WORKERS": "7",
+            "GGUFSTREAM_VULKAN_VALIDATION": "1",
             "UNRELATED": "x",
         }
     )
@@ -159,6 +160,7 @@ def test_environment() -> None:
         page_cache="keep",
         staging_bytes=64 << 20,
         workers=7,
+        validation=True,
     )
     assert LoadOptions.from_environment({}) == LoadOptions()
     assert LoadOptions.from_environment(dict.fromkeys(ENVIRONMENT, "")) == LoadOptions(), "set but empty is not set"
@@ -167,6 +169,23 @@ def test_environment() -> None:
 def test_the_real_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GGUFSTREAM_IO", "direct")
     assert LoadOptions.from_environment().io == "direct"
+
+
+@pytest.mark.parametrize(
+    ("text", "on"),
+    [
+        ("1", True),
+        ("true", True),
+        ("YES", True),
+        ("on", True),
+        ("0", False),
+        ("False", False),
+        ("no", False),
+        ("off", False),
+    ],
+)
+def test_switches(text: str, on: bool) -> None:
+    assert LoadOptions.from_environment({"GGUFSTREAM_VULKAN_VALIDATION": text}).validation is on
 
 
 @pytest.mark.parametrize(
@@ -180,6 +199,8 @@ def test_the_real_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) ->
         ("GGUFSTREAM_WORKERS", "0"),
         ("GGUFSTREAM_WORKERS", "9" * 5000),
         ("GGUFSTREAM_LAZY", "ON"),
+        ("GGUFSTREAM_VULKAN_VALIDATION", "maybe"),
+        ("GGUFSTREAM_VULKAN_VALIDATION", "2"),
     ],
 )
 def test_a_wrong_variable_is_named(variable: str, text: str) -> None:

@@ -151,10 +151,13 @@ def test_the_validation_layer_is_heard(api):
     del VALIDATION_MESSAGES[before:]
 
 
-def test_the_environment_asks_for_validation(api, monkeypatch):
-    monkeypatch.setenv("GGUFSTREAM_VULKAN_VALIDATION", "1")
-    with VulkanBackend(DEVICE, api=api):
-        assert api.left["DebugUtilsMessengerEXT"] == 1
+@pytest.mark.parametrize("text", ["1", "0"])
+def test_the_environment_asks_for_validation(api, monkeypatch, text):
+    monkeypatch.setattr("ggufstream.backends.vulkan.backend.Vulkan", lambda: api)
+    options = LoadOptions.from_environment({"GGUFSTREAM_VULKAN_VALIDATION": text})
+    backend, _ = registry.open_for(options.replace(backend="vulkan", device=DEVICE))
+    with backend:
+        assert api.native["DebugUtilsMessengerEXT"] == int(text)
 
 
 def test_a_missing_validation_layer_is_named_with_its_package(api, monkeypatch):
@@ -165,7 +168,7 @@ def test_a_missing_validation_layer_is_named_with_its_package(api, monkeypatch):
 
 def test_the_counter_sees_what_is_left():
     api = CountingVulkan()
-    with VulkanBackend(DEVICE, api=api) as backend:
+    with VulkanBackend(DEVICE, validation=True, api=api) as backend:
         chunk = backend.allocate(64)
         assert {"Buffer", "vkAllocateMemory", "vkMapMemory", "Device", "Instance"} <= set(api.left)
         chunk.close()
@@ -199,12 +202,12 @@ def test_a_software_device_is_not_chosen_unless_named():
 def test_device_by_index(api):
     index = next(record.index for record in list_devices() if DEVICE in record.name)
     for spec in (index, str(index), DEVICE.upper()):
-        with VulkanBackend(spec, api=api) as backend:
+        with VulkanBackend(spec, validation=True, api=api) as backend:
             assert DEVICE in backend.capabilities.device
 
 
 def test_drivers_stay_loaded_between_backends(api):
-    with VulkanBackend(DEVICE, api=api):
+    with VulkanBackend(DEVICE, validation=True, api=api):
         drivers = {line for line in loaded_libraries() if "vulkan_" in line or "nvidia" in line}
     assert drivers
     assert drivers <= loaded_libraries(), "loading them again and again exhausts some"
@@ -344,7 +347,7 @@ def test_a_copy_that_hangs_is_a_lost_device_and_its_memory_stays(staged, api):
 
 def test_a_device_that_hangs_to_the_end_is_left_alone():
     api = CountingVulkan()
-    backend = VulkanBackend(DEVICE, direct=False, api=api)
+    backend = VulkanBackend(DEVICE, direct=False, validation=True, api=api)
     chunk, staging, _ = upload_something(backend)
     api.answers.update(vkWaitForFences=2, vkGetFenceStatus=1)
     staging.close()
@@ -636,7 +639,7 @@ def test_the_budget_is_what_is_left_now(staged, monkeypatch):
 
 
 def test_a_closed_backend_still_says_what_it_was(api):
-    with VulkanBackend(DEVICE, api=api) as backend:
+    with VulkanBackend(DEVICE, validation=True, api=api) as backend:
         before = backend.capabilities
     assert backend.capabilities.device == before.device
 

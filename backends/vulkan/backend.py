@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ggufstream.backends.base import Backend, Capabilities, Chunk, Copy, Intent, Slice, Staging, Ticket
 from ggufstream.backends.host_memory import Counter, memory_statistics
 from ggufstream.backends.vulkan.api import USAGE_READBACK, USAGE_STORAGE, Vulkan
-from ggufstream.backends.vulkan.device import VulkanDevice, VulkanInstance, choose_device, validation_wanted
+from ggufstream.backends.vulkan.device import VulkanDevice, VulkanInstance, choose_device
 from ggufstream.backends.vulkan.errors import BACKEND
 from ggufstream.backends.vulkan.memory import Allocation, HostAllocation, MemoryPlan, plan_memory
 from ggufstream.backends.vulkan.records import DeviceRecord
@@ -37,8 +37,7 @@ class VulkanBackend(Backend):
         device: Part of the device's name, or its number; ``None`` takes the best GPU, never a software device.
         direct: ``None`` places tensors straight into device memory where the host reaches all of it; ``True`` demands
             that; ``False`` forces staging and the transfer queue.
-        validation: Load the validation layer, as ``GGUFSTREAM_VULKAN_VALIDATION=1`` does; its messages are in
-            ``statistics()["validation_messages"]``.
+        validation: Load the validation layer; its messages are in ``statistics()["validation_messages"]``.
         api: The Vulkan library; tests give a wrapped one.
 
     Raises:
@@ -64,7 +63,7 @@ class VulkanBackend(Backend):
         self._closed = False
         self._compute: Compute | None = None
         with ExitStack() as undo:
-            instance = VulkanInstance(api or Vulkan(), validation=validation or validation_wanted())
+            instance = VulkanInstance(api or Vulkan(), validation=validation)
             undo.callback(instance.close)
             devices = instance.devices()
             record = choose_device([record for _, record in devices], device)

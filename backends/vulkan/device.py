@@ -7,7 +7,6 @@ has a lock, held for a submission only.
 from __future__ import annotations
 
 import atexit
-import os
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -28,7 +27,6 @@ __all__ = [
     "VulkanInstance",
     "choose_device",
     "list_devices",
-    "validation_wanted",
 ]
 
 VALIDATION_MESSAGES: Final[list[str]] = []
@@ -45,11 +43,6 @@ _WAIT_SLICES: Final = 30
 """A submission that takes longer than this many slices counts as lost: nothing of ours takes more than a second."""
 
 _RANK: Final = {"discrete": 0, "integrated": 1, "virtual": 2, "other": 3, "cpu": 4}
-
-
-def validation_wanted() -> bool:
-    """Whether the environment asks for the validation layer (``GGUFSTREAM_VULKAN_VALIDATION=1``)."""
-    return os.environ.get("GGUFSTREAM_VULKAN_VALIDATION", "0") not in {"", "0"}
 
 
 class VulkanInstance:
