@@ -6,6 +6,7 @@ checks at the end that both came to the same. No other module asks for a name, s
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -36,6 +37,18 @@ DEVICE = "device"
 HOST = "host"
 HOST_ALIGNMENT = 64
 """Slices in host memory start at cache lines."""
+
+
+_REASONS: Mapping[Intent, str] = {
+    Intent.LINEAR: "matrix",
+    Intent.BINDABLE: "bound as it is",
+    Intent.LOOKUP: "lookup table",
+    Intent.LINEAR | Intent.LOOKUP: "matrix and lookup table: rows come from the same copy, so it is never lazy",
+    Intent.LINEAR | Intent.BINDABLE: "matrix, bound too",
+    Intent.BINDABLE | Intent.LOOKUP: "lookup table, bound too",
+    Intent.LINEAR | Intent.BINDABLE | Intent.LOOKUP: "matrix and lookup table, bound too",
+}
+"""Why a tensor is on the device, where nothing stood in the way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,13 +162,19 @@ def make_plan(index: FileIndex, *, backend: Backend, options: LoadOptions) -> Lo
     """Decide everything about a load. Pure: reads nothing, allocates nothing.
 
     Raises:
-        OptionError: ``intents`` names a tensor that the file does not have.
+        OptionError: ``intents`` names a tensor that the file does not have, or ``select`` matches none.
         UnsupportedByDeviceError: One row of a tensor exceeds a limit of the device.
     """
     capabilities = backend.capabilities
     known = _roles(index, options)
     select = re.compile(options.select) if options.select is not None else None
     chosen = [tensor for tensor in index.tensors if select is None or select.search(tensor.name)]
+    if index.tensors and not chosen:
+        raise OptionError(
+            f"select={options.select!r} matches none of the {len(index.tensors)} tensors of {index.path}",
+            remedy=f"The first is {index.tensors[0].name}; inspect lists all",
+        )
+    names = {tensor.name for tensor in chosen}
     planner = _Planner(backend=backend, options=options)
     # Slices are numbered, and arenas filled, in the order in which a forward pass needs the tensors.
     order = sorted(range(len(chosen)), key=lambda i: (known[chosen[i].name].layer, chosen[i].shard, chosen[i].offset))
@@ -172,7 +191,7 @@ def make_plan(index: FileIndex, *, backend: Backend, options: LoadOptions) -> Lo
             max_gap=index.alignment - 1,
         ),
         arenas={name: ArenaPlan(name=name, slice_bytes=tuple(sizes)) for name, sizes in planner.slice_bytes.items()},
-        skipped=tuple(tensor.name for tensor in index.tensors if select is not None and not select.search(tensor.name)),
+        skipped=tuple(tensor.name for tensor in index.tensors if tensor.name not in names),
     )
 
 
@@ -206,7 +225,11 @@ def _roles(index: FileIndex, options: LoadOptions) -> dict[str, Role]:
     if isinstance(intents, Mapping):
         for name in intents:
             if name not in result:
-                raise OptionError(f"intents names {name!r}, which {index.path} does not have")
+                close = difflib.get_close_matches(name, result, 3)
+                raise OptionError(
+                    f"intents names {name!r}, which {index.path} does not have",
+                    remedy=f"Closest names: {', '.join(close)}" if close else "inspect lists all names",
+                )
     for name, role in result.items():
         intent = None if intents is None else intents.get(name) if isinstance(intents, Mapping) else intents(name)
         if intent is not None:
@@ -225,13 +248,16 @@ class _Planner:
 
     def entry(self, tensor: TensorInfo, role: Role) -> PlanEntry:
         placement, layout, reason, is_fallback = self._decide(tensor, role)
+        slices = tuple(self._slices(tensor, layout, placement))
+        if len(slices) > 1:
+            reason += f"; cut into {len(slices)} slices, the device binds at most {self._slice_limit():,} bytes"
         return PlanEntry(
             tensor=tensor,
             intent=role.intent,
             layer=role.layer,
             placement=placement,
             layout=layout,
-            slices=tuple(self._slices(tensor, layout, placement)),
+            slices=slices,
             reason=reason,
             is_fallback=is_fallback,
         )
@@ -244,7 +270,7 @@ class _Planner:
             return Placement.ARENA, Raw(), "unknown name: loaded as it is in the file", True
         layout = self._backend.resolve(tensor.type, tensor.shape, role.intent)
         if layout is not None:
-            return Placement.ARENA, layout, "", False
+            return Placement.ARENA, layout, _REASONS[role.intent], False
         if role.intent == Intent.LOOKUP:
             return Placement.HOST, Raw(), "lookup table: rows are read on the host", False
         if Intent.LINEAR in role.intent and self._widens(tensor.type, tensor.shape, role.intent):

@@ -110,6 +110,11 @@ class Source(ABC):
         return False
 
     @property
+    def reads_in_place(self) -> bool:
+        """Whether ``fetch_into`` works, as far as is known."""
+        return False
+
+    @property
     def fills_cache(self) -> bool:
         """Whether what is read is in the page cache afterwards."""
         return self.mode != "direct"
@@ -175,6 +180,10 @@ class PreadSource(Source):
     def scratch_bytes(self, nbytes: int) -> int:
         return nbytes
 
+    @property
+    def reads_in_place(self) -> bool:
+        return not self._needs_scratch
+
     def fetch(self, part: Range, scratch: Bytes | None) -> Bytes:
         assert scratch is not None
         target = scratch[: part.nbytes]
@@ -182,7 +191,7 @@ class PreadSource(Source):
         return target
 
     def fetch_into(self, part: Range, destinations: Sequence[Bytes]) -> bool:
-        if self._needs_scratch:
+        if not self.reads_in_place:
             return False
         buffers: list[Bytes] = []
         position = 0
@@ -258,9 +267,10 @@ class DirectSource(PreadSource):
         lead = part.offset - start
         return scratch[lead : lead + part.nbytes]
 
-    def fetch_into(self, part: Range, destinations: Sequence[Bytes]) -> bool:
+    @property
+    def reads_in_place(self) -> bool:
         # Destinations are not at the same place within a page as the bytes in the file.
-        return super().fetch_into(part, destinations) if self.mode == "pread" else False
+        return self.mode == "pread" and super().reads_in_place
 
     def close(self) -> None:
         if self._direct >= 0:

@@ -154,8 +154,14 @@ class Stream:
 
     def _host_bytes(self, part: Range) -> int:
         """Host memory that a range takes while it is in flight: scratch or mapped pages, and staging."""
-        source = self._scratch.nbytes or part.nbytes + 2 * PAGE
+        if self._is_verbatim(part) and self._sources[part.shard].reads_in_place:
+            source = 0
+        else:
+            source = self._scratch.nbytes or part.nbytes + 2 * PAGE
         return source + (self._staging.nbytes if self._is_staged(part) else 0)
+
+    def _is_verbatim(self, part: Range) -> bool:
+        return all(self._plan.entries[piece.entry].layout.verbatim for piece in part.pieces)
 
     async def _feed(self, ranges: MemoryObjectSendStream[Range]) -> None:
         """Send ranges out in order, each when the budget has room for it and its slices have memory."""
@@ -220,8 +226,7 @@ class Stream:
     def _fill(self, part: Range, runs: list[list[Bytes]]) -> None:
         """Bring the bytes of a range into the runs of its pieces, straight from the file where they go in unchanged."""
         source = self._sources[part.shard]
-        verbatim = all(self._plan.entries[piece.entry].layout.verbatim for piece in part.pieces)
-        if verbatim and source.fetch_into(part, [piece_runs[0] for piece_runs in runs]):
+        if self._is_verbatim(part) and source.fetch_into(part, [piece_runs[0] for piece_runs in runs]):
             return
         if self._scratch.nbytes == 0:
             pack(part, self._plan, source.fetch(part, None), runs)
