@@ -48,10 +48,6 @@ def blockbuster() -> Iterator[BlockBuster]:
         yield guard
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "public_api: runs on asyncio's event loop and on uvloop's")
-
-
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:

@@ -16,9 +16,9 @@ import gguf
 import numpy as np
 import pytest
 
-import gguf_builder as gb
 from ggufstream import cli
 from ggufstream.commands import commands
+from tests import gguf_builder as gb
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 

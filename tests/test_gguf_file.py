@@ -18,7 +18,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import gguf_builder as gb
 from ggufstream import gguf_file
 from ggufstream.errors import (
     FileChangedError,
@@ -35,6 +34,7 @@ from ggufstream.errors import (
 from ggufstream.gguf_arrays import MARK_STRIDE, LazyArray
 from ggufstream.gguf_file import FileIdentity, FileIndex, read_index
 from ggufstream.gguf_header import Header, parse_header
+from tests import gguf_builder as gb
 
 HUGE = [2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1]
 

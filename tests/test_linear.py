@@ -18,7 +18,7 @@ from ggufstream.backends.products import linear_by_decoding, multiply_in_order
 from ggufstream.errors import OptionError, UnsupportedByDeviceError
 from ggufstream.ggml_types import BY_NAME
 from ggufstream.layouts import F32, Layout, Planar, Raw
-from weights import finite_blocks, placed, relative_difference
+from tests.weights import finite_blocks, placed, relative_difference
 
 WITHIN = 1e-5
 

@@ -29,7 +29,7 @@ from ggufstream.pages import (
     page_span,
     rss_bytes,
 )
-from plans import chill, disk_folder, warm
+from tests.plans import chill, disk_folder, warm
 
 SIZE = 100 * PAGE + 123
 

@@ -24,7 +24,7 @@ from ggufstream.gguf_file import FileIndex
 from ggufstream.layouts import Layout, Planar, Raw
 from ggufstream.options import LazyMode, Placement
 from ggufstream.plan import DEVICE, HOST, LoadPlan, PlanEntry, check_fits
-from plans import Device, Spec, index_of, plan_of
+from tests.plans import Device, Spec, index_of, plan_of
 
 ROOT = Path(__file__).parents[1]
 

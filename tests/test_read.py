@@ -29,7 +29,7 @@ from ggufstream.pages import PAGE, Residency, filesystem_type
 from ggufstream.plan import DEVICE, LoadPlan
 from ggufstream.ranges import Piece, Range
 from ggufstream.read import Choice, DirectSource, MappedSource, PreadSource, Source, choose_io, open_source
-from plans import Spec, disk_folder, index_of, plan_of, replace_index, write_file
+from tests.plans import Spec, disk_folder, index_of, plan_of, replace_index, write_file
 
 MODES: list[IOMode] = ["mmap", "pread", "direct"]
 START = 96  # of the first tensor
@@ -426,8 +426,8 @@ def test_bytes_before_the_cut_can_still_be_read(folder: Path, mode: IOMode) -> N
 TRUNCATE_UNDER_A_MAPPING = """
 import os, sys
 from pathlib import Path
-sys.path.insert(0, {tests!r})
-from test_read import File
+sys.path.insert(0, {root!r})
+from tests.test_read import File
 from ggufstream.errors import TruncatedFileError
 
 file = File(Path({folder!r}), name="mapped.gguf")
@@ -444,7 +444,7 @@ except TruncatedFileError as error:
 
 @pytest.mark.parametrize("left", [0, 2 * PAGE, 5 * PAGE + 100])
 def test_truncated_under_a_mapping_is_an_error_and_not_a_signal(folder: Path, left: int) -> None:
-    script = TRUNCATE_UNDER_A_MAPPING.format(tests=os.path.dirname(__file__), folder=str(folder), left=left)
+    script = TRUNCATE_UNDER_A_MAPPING.format(root=str(Path(__file__).parents[1]), folder=str(folder), left=left)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     tensor = "first" if left < 3 * PAGE else "second"

@@ -21,7 +21,7 @@ from ggufstream.pages import PAGE, Residency, page_span
 from ggufstream.plan import LoadPlan
 from ggufstream.read import Choice, Source, open_source
 from ggufstream.release import Releaser
-from plans import Device, Spec, chill, disk_folder, index_of, plan_of, warm, write_file
+from tests.plans import Device, Spec, chill, disk_folder, index_of, plan_of, warm, write_file
 
 TABLE = "blk.{}.nextn.embed_tokens.weight"
 

@@ -18,7 +18,7 @@ from ggufstream.backends.decode import DECODABLE, decode
 from ggufstream.errors import BackendUnavailableError, ClosedError, NoDeviceError, OptionError, UnsupportedByDeviceError
 from ggufstream.ggml_types import BY_NAME, GGMLType
 from ggufstream.layouts import F32, Bytes, Planar, Raw
-from weights import finite_blocks, placed, relative_difference
+from tests.weights import finite_blocks, placed, relative_difference
 
 try:
     from ggufstream.backends.vulkan import compute

@@ -27,8 +27,8 @@ from ggufstream.layouts import Bytes, Planar
 from ggufstream.plan import DEVICE, LoadPlan
 from ggufstream.ranges import Range
 from ggufstream.repack import destinations, flush, pack, staged_bytes, staged_copies
-from ggufstream.upload import InFlight, StagingPool, Uploads
-from plans import Device, Spec, index_of, plan_of
+from ggufstream.upload import InFlight, SlabPool, Uploads
+from tests.plans import Device, Spec, index_of, plan_of
 
 
 @pytest.fixture
@@ -286,7 +286,7 @@ def test_every_byte_arrives(
         stack.callback(arena.close)
         arena.grow_to(len(load_plan.arenas[DEVICE].slice_bytes) - 1)
         assert arena.used_bytes == arena.planned_bytes
-        pool = StagingPool(backend.staging, max(staged_bytes(part, plane_alignment) for part in load_plan.ranges))
+        pool = SlabPool(backend.staging, max(staged_bytes(part, plane_alignment) for part in load_plan.ranges))
         uploads = Uploads(pool)
         stack.callback(uploads.drain)
         for part in data.draw(st.permutations(load_plan.ranges)):
@@ -310,7 +310,7 @@ def send(
     source: Bytes,
     arena: Arena,
     backend: Backend,
-    pool: StagingPool,
+    pool: SlabPool,
     uploads: Uploads,
 ) -> None:
     alignment = backend.capabilities.plane_alignment
@@ -353,7 +353,7 @@ class FakeTicket(DoneTicket):
             raise self._error
 
 
-def flying(pool: StagingPool, tickets: Sequence[Ticket]) -> Uploads:
+def flying(pool: SlabPool, tickets: Sequence[Ticket]) -> Uploads:
     uploads = Uploads(pool)
     for number, ticket in enumerate(tickets):
         uploads.add(InFlight(part=part_number(number), staging=pool.take(), ticket=ticket))
@@ -362,7 +362,7 @@ def flying(pool: StagingPool, tickets: Sequence[Ticket]) -> Uploads:
 
 def test_staging_memory_is_used_again_once_its_upload_is_done() -> None:
     counter = Counter()
-    pool = StagingPool(lambda nbytes: HostStaging(nbytes, owner="t", counter=counter), 100)
+    pool = SlabPool(lambda nbytes: HostStaging(nbytes, owner="t", counter=counter), 100)
     log: list[int] = []
     uploads = flying(pool, [FakeTicket(log, 0), FakeTicket(log, 1)])
     assert counter.live == 2
@@ -378,7 +378,7 @@ def test_staging_memory_is_used_again_once_its_upload_is_done() -> None:
 
 def test_a_lost_device_gives_its_staging_memory_back() -> None:
     counter = Counter()
-    pool = StagingPool(lambda nbytes: HostStaging(nbytes, owner="t", counter=counter), 100)
+    pool = SlabPool(lambda nbytes: HostStaging(nbytes, owner="t", counter=counter), 100)
     lost = DeviceLostError("gone", backend="t")
     uploads = flying(pool, [FakeTicket([], number, lost) for number in range(3)])
     with pytest.raises(DeviceLostError):
