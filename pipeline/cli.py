@@ -19,7 +19,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from ggufstream.errors import GGUFStreamError
+from ggufstream.errors import GGUFStreamError, printable
 from ggufstream.terminal import Interrupted, OutputError
 
 __all__ = ["main"]
@@ -83,7 +83,7 @@ def _unexpected(error: Exception, arguments: Sequence[str]) -> int:
 def _fail(error: BaseException, message: str, code: int, arguments: Sequence[str]) -> int:
     """Say what went wrong: one line on stderr, and an object on stdout where JSON was asked for."""
     try:
-        print(f"error: {_one_line(message)}", file=sys.stderr, flush=True)
+        print(f"error: {printable(message)}", file=sys.stderr, flush=True)
         if "--json" in arguments:
             import json
 
@@ -98,11 +98,6 @@ def _fail(error: BaseException, message: str, code: int, arguments: Sequence[str
 
 def _plain(value: object) -> object:
     return value if isinstance(value, str | int | float | None) else str(value)
-
-
-def _one_line(text: str) -> str:
-    """Escaped as `ggufstream.sinks.printable` does it; that module costs too much for a mistyped option."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def _discard_stdout() -> int:

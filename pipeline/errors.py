@@ -53,7 +53,20 @@ __all__ = [
     "UnreadableFileError",
     "UnsupportedByDeviceError",
     "UnsupportedFileError",
+    "printable",
 ]
+
+
+def printable(text: object) -> str:
+    """``text`` with everything escaped that a terminal would act on or could not show.
+
+    Names and metadata come from files that strangers made: escape sequences, line breaks, and marks that turn the
+    direction of text become ``\\x1b``, ``\\n`` and ``\\u202e``.
+    """
+    plain = str(text)
+    if plain.isprintable():
+        return plain
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in plain)
 
 
 class GGUFStreamError(Exception):
@@ -95,8 +108,7 @@ class FileError(GGUFStreamError):
         self.needed = needed
         self.available = available
         # One line whatever the name: a path may hold line breaks and terminal escapes.
-        shown = self.file if self.file.isprintable() else ascii(self.file)
-        super().__init__(f"{shown}: {what}", remedy=remedy)
+        super().__init__(f"{printable(self.file)}: {what}", remedy=remedy)
 
 
 class MissingFileError(FileError, FileNotFoundError):

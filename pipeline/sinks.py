@@ -17,6 +17,7 @@ from typing import IO, TYPE_CHECKING, Any, Self
 
 import structlog
 
+from ggufstream.errors import printable
 from ggufstream.events import (
     ArenaGrown,
     Event,
@@ -34,18 +35,6 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
 __all__ = ["RichProgress", "StructlogSink", "flatten_report", "human_bytes", "human_rate", "printable"]
-
-
-def printable(text: object) -> str:
-    """``text`` with everything escaped that a terminal would act on or could not show.
-
-    Names and metadata come from files that strangers made: escape sequences, line breaks, and marks that turn the
-    direction of text become ``\\x1b``, ``\\n`` and ``\\u202e``.
-    """
-    plain = str(text)
-    if plain.isprintable():
-        return plain
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in plain)
 
 
 def human_bytes(n: float) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import structlog
 
-from ggufstream.errors import MissingFileError
+from ggufstream.errors import MissingFileError, printable
 from ggufstream.events import (
     ArenaGrown,
     Event,
@@ -28,7 +28,7 @@ from ggufstream.events import (
     Progress,
     TensorReady,
 )
-from ggufstream.sinks import RichProgress, StructlogSink, flatten_report, human_bytes, printable
+from ggufstream.sinks import RichProgress, StructlogSink, flatten_report, human_bytes
 
 REPORT: dict[str, Any] = {
     "load_id": "a1",
