@@ -7,6 +7,7 @@ the kernel reads from the disk. All functions block and belong in worker threads
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 from collections.abc import Iterator
@@ -52,15 +53,15 @@ def advise(memory: npt.NDArray[np.uint8], advice: int) -> None:
     address = memory.ctypes.data
     start = address - address % PAGE
     if memory.size and _libc.madvise(start, address + memory.size - start, advice) != 0:
-        errno = ctypes.get_errno()
-        raise OSError(errno, os.strerror(errno))
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
 
 
 class Residency:
     """Which pages of a file are in the page cache: one look, taken with ``mincore``.
 
     The kernel answers "all" for a file that the caller neither owns nor may write; so does this for one that cannot be
-    mapped.
+    mapped. Holes of a sparse file count as absent and cost nothing: a broken file may claim any size.
     """
 
     def __init__(self, descriptor: int, size: int) -> None:
@@ -70,16 +71,19 @@ class Residency:
             try:
                 mapping = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
             except (OSError, ValueError):  # some FUSE file systems map nothing, and a file may just have been cut
-                self.pages[:] = True
+                self.pages = np.broadcast_to(np.True_, self.pages.size)
                 return
             with mapping:
                 view = np.frombuffer(mapping, np.uint8)
-                state = self.pages.view(np.uint8)
-                known = _libc.mincore(view.ctypes.data, size, state.ctypes.data) == 0
+                for first, last in _data(descriptor, size):
+                    state = self.pages[first:last].view(np.uint8)
+                    window = view[first * PAGE : last * PAGE]
+                    known = _libc.mincore(window.ctypes.data, window.size, state.ctypes.data) == 0
+                    state &= 1
+                    if not known:
+                        state[:] = 1
+                    del window
                 del view  # the mapping cannot close while an array refers to it
-                state &= 1
-                if not known:
-                    state[:] = 1
 
     @property
     def cached_bytes(self) -> int:
@@ -97,6 +101,22 @@ class Residency:
         edges = np.flatnonzero(np.diff(absent, prepend=False, append=False))
         for start, stop in edges.reshape(-1, 2).tolist():
             yield first + start, first + stop
+
+
+def _data(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
+    """Runs of pages with data in them, each as first and one past the last. The descriptor's position is kept."""
+    position, end = os.lseek(descriptor, 0, os.SEEK_CUR), 0
+    try:
+        while end < size:
+            start = os.lseek(descriptor, end, os.SEEK_DATA)
+            end = min(os.lseek(descriptor, start, os.SEEK_HOLE), size)
+            if start < end:
+                yield page_span(start, end - start)
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # that one means: a hole up to the end
+            yield page_span(end, size - end)
+    finally:
+        os.lseek(descriptor, position, os.SEEK_SET)
 
 
 def evict(descriptor: int, first: int, last: int) -> None:

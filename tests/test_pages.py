@@ -6,6 +6,7 @@ import errno
 import itertools
 import mmap
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,25 @@ def test_a_partly_warm_file(descriptor: int, folder: Path) -> None:
     assert list(seen.missing(0, 101)) == [(2, 5), (6, 40), (43, 100)]
     assert list(seen.missing(3, 41)) == [(3, 5), (6, 40)]
     assert list(seen.missing(40, 43)) == []
+
+
+def test_a_look_costs_what_is_there_and_not_what_a_broken_file_claims(folder: Path) -> None:
+    path = folder / "sparse"
+    pages = (8 << 40) // PAGE
+    with path.open("w+b", buffering=0) as file:
+        file.write(bytes(3 * PAGE))
+        os.pwrite(file.fileno(), b"x", 4 << 40)
+        file.truncate(8 << 40)
+        position = file.tell()
+        start, memory = time.perf_counter(), rss_bytes()
+        seen = Residency(file.fileno(), 8 << 40)
+        assert file.tell() == position
+        assert seen.pages.size == pages
+        assert seen.pages[:5].tolist() == [True, True, True, False, False]
+        middle = (4 << 40) // PAGE
+        assert seen.pages[middle - 1 : middle + 2].tolist() == [False, True, False]
+        assert time.perf_counter() - start < 1
+        assert rss_bytes() - memory < 16 << 20
 
 
 def test_looking_brings_nothing_in(descriptor: int) -> None:
