@@ -1,9 +1,12 @@
 """Packing into a layout against a plain copy of the same bytes: same source, same run, interleaved.
 
-``ratio`` is the speed of packing over the speed of ``np.copyto``, by file bytes: 1 means that splitting blocks into
-planes costs nothing. Source and destination are touched before anything is timed.
+``ratio`` is the speed of packing over the speed of ``np.copyto``, by file bytes, of the medians: 1 means that splitting
+blocks into planes costs nothing. Source and destination are touched before anything is timed. With ``--pieces`` the
+work walks through that many pieces, as a load does, so that large caches do not hold them; with one piece it stays in
+the cache.
 
     python -m bench.pack --json
+    python -m bench.pack --pieces 32
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import numpy as np
 
 from ggufstream.backends.host_memory import anonymous_memory
 from ggufstream.ggml_types import BY_NAME
-from ggufstream.layouts import F32, Extent, Layout, Planar
+from ggufstream.layouts import F32, X8, Bytes, Extent, Layout, Planar
 
 CASES: tuple[tuple[str, Layout], ...] = (
     ("Q4_0", Planar()),
@@ -29,6 +32,9 @@ CASES: tuple[tuple[str, Layout], ...] = (
     ("Q4_K", Planar()),
     ("Q6_K", Planar()),
     ("F16", F32()),
+    ("Q4_0", X8()),
+    ("Q8_0", X8()),
+    ("Q4_K", X8()),
 )
 
 
@@ -47,31 +53,36 @@ class Result:
     ratio_max: float
 
 
-def _seconds(work: Callable[[], None]) -> float:
+def _seconds(work: Callable[[int], None], piece: int) -> float:
     start = time.perf_counter()
-    work()
+    work(piece)
     return time.perf_counter() - start
 
 
-def measure(name: str, layout: Layout, *, nbytes: int, repeats: int) -> Result:
-    """Time packing and copying in turn; ``ratio`` is the median of the pairs."""
+def measure(name: str, layout: Layout, *, nbytes: int, pieces: int, repeats: int) -> Result:
+    """Time packing and copying in turn, piece after piece; ``ratio`` is that of the medians."""
     ggml_type = BY_NAME[name]
     extent = Extent(type=ggml_type, rows=nbytes // ggml_type.block_bytes, row_blocks=1)
-    source = anonymous_memory(extent.file_bytes, owner="bench")
-    source[:] = np.resize(np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8), extent.file_bytes)
-    packed = anonymous_memory(layout.nbytes(extent), owner="bench")
-    copied = anonymous_memory(extent.file_bytes, owner="bench")
-    runs = [packed[run.offset : run.offset + run.nbytes] for run in layout.runs(extent, 0, extent.blocks)]
+    filling = np.resize(np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8), extent.file_bytes)
+    sources = [_touched(filling) for _ in range(pieces)]
+    copies = [_touched(filling) for _ in range(pieces)]
+    packed = [_touched(np.zeros(layout.nbytes(extent), np.uint8)) for _ in range(pieces)]
+    where = layout.runs(extent, 0, extent.blocks)
 
-    def pack() -> None:
-        layout.pack(extent, source, runs)
+    def pack(piece: int) -> None:
+        layout.pack(extent, sources[piece], [packed[piece][run.offset : run.offset + run.nbytes] for run in where])
 
-    def copy() -> None:
-        np.copyto(copied, source)
+    def copy(piece: int) -> None:
+        np.copyto(copies[piece], sources[piece])
 
-    pack()
-    copy()
-    pairs = [(_seconds(pack), _seconds(copy)) for _ in range(repeats)]
+    pack(0)
+    copy(0)
+    pairs = []
+    for i in range(repeats):
+        # The one that comes second finds the source in the cache; each does every other time.
+        order = (pack, copy) if i % 2 else (copy, pack)
+        seconds = {work: _seconds(work, i % pieces) for work in order}
+        pairs.append((seconds[pack], seconds[copy]))
     ratios = [copying / packing for packing, copying in pairs]
     return Result(
         type=name,
@@ -80,10 +91,16 @@ def measure(name: str, layout: Layout, *, nbytes: int, repeats: int) -> Result:
         repeats=repeats,
         pack_gb_s=extent.file_bytes / statistics.median(packing for packing, _ in pairs) / 1e9,
         copy_gb_s=extent.file_bytes / statistics.median(copying for _, copying in pairs) / 1e9,
-        ratio=statistics.median(ratios),
+        ratio=statistics.median(copying for _, copying in pairs) / statistics.median(packing for packing, _ in pairs),
         ratio_min=min(ratios),
         ratio_max=max(ratios),
     )
+
+
+def _touched(data: Bytes) -> Bytes:
+    memory = anonymous_memory(data.size, owner="bench")
+    memory[:] = data
+    return memory
 
 
 def processor() -> str:
@@ -97,16 +114,22 @@ def processor() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--mib", type=int, default=8, help="bytes of one piece: the default is that of a range")
-    parser.add_argument("--repeats", type=int, default=31, help="pairs of a packing and a copy")
+    parser.add_argument("--pieces", type=int, default=1, help="pieces to walk through; each takes memory three times")
+    parser.add_argument("--repeats", type=int, default=32, help="pairs of a packing and a copy")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
-    if options.mib < 1 or options.repeats < 1:
-        parser.error("--mib and --repeats must be at least 1")
-    results = [measure(name, layout, nbytes=options.mib << 20, repeats=options.repeats) for name, layout in CASES]
+    if min(options.mib, options.pieces, options.repeats) < 1:
+        parser.error("--mib, --pieces and --repeats must be at least 1")
+    results = [
+        measure(name, layout, nbytes=options.mib << 20, pieces=options.pieces, repeats=options.repeats)
+        for name, layout in CASES
+    ]
     if options.json:
         print(json.dumps({"processor": processor(), "numpy": np.__version__, "results": [*map(asdict, results)]}))
         return
-    print(f"{processor()}, numpy {np.__version__}, one thread, {options.mib} MiB, medians of {options.repeats}")
+    print(
+        f"{processor()}, numpy {np.__version__}, one thread, {options.pieces} × {options.mib} MiB, medians of {options.repeats}"
+    )
     print("type   layout   pack GB/s   copy GB/s   ratio (least to most)")
     for result in results:
         print(

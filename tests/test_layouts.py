@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from ggufstream.backends.testing import random_bytes
 from ggufstream.ggml_types import BY_ID, BY_NAME, GGMLType
-from ggufstream.layouts import F32, Bytes, Extent, Layout, Planar, Raw, Run
+from ggufstream.layouts import F32, X8, Bytes, Extent, Layout, Planar, Raw, Run
 
 ALIGNMENTS = [16, 32, 64, 256, 1024, 4096]
 TYPES = [pytest.param(ggml_type, id=ggml_type.name) for ggml_type in BY_ID.values()]
-LAYOUTS = [Raw(), F32(), *(Planar(alignment=alignment) for alignment in ALIGNMENTS)]
+LAYOUTS = [Raw(), F32(), X8(), *(Planar(alignment=alignment) for alignment in ALIGNMENTS)]
 
-extents = st.tuples(st.integers(0, 6), st.integers(1, 9))
+extents = st.tuples(st.integers(0, 35), st.integers(1, 9))
 
 
 def layouts_for(ggml_type: GGMLType) -> list[Layout]:
@@ -122,6 +122,25 @@ def test_planes_hold_one_field_each(ggml_type: GGMLType, alignment: int) -> None
         assert memory.tobytes() == blocks.tobytes()
 
 
+@pytest.mark.parametrize("ggml_type", [t for t in BY_ID.values() if t.is_quantized], ids=lambda t: t.name)
+@pytest.mark.parametrize("rows", [8, 19])
+def test_x8_has_eight_rows_of_each_field_together(ggml_type: GGMLType, rows: int) -> None:
+    extent = Extent(type=ggml_type, rows=rows, row_blocks=3)
+    blocks = random_bytes(extent.file_bytes, 1)
+    memory = np.zeros(X8().nbytes(extent), np.uint8)
+    X8().pack(extent, blocks, [memory])
+    by_row = blocks.reshape(rows, 3, ggml_type.block_bytes)
+    want = []
+    for group in range(rows // 8):
+        for column in range(3):
+            start = 0
+            for size in ggml_type.fields.values():
+                want += [by_row[8 * group + row, column, start : start + size].tobytes() for row in range(8)]
+                start += size
+    want.append(by_row[rows // 8 * 8 :].tobytes())
+    assert memory.tobytes() == b"".join(want)
+
+
 def f16_bits(half: int) -> int:
     """Float32 bits of a float16, by the definition of both formats (IEEE 754-2019, 3.4)."""
     sign, exponent, fraction = half >> 15, half >> 10 & 0x1F, half & 0x3FF
@@ -190,7 +209,7 @@ def test_extents_are_records() -> None:
 @pytest.mark.parametrize("ggml_type", TYPES)
 def test_packing_takes_no_memory_of_its_own(ggml_type: GGMLType) -> None:
     """Nothing counts a copy that a packer makes on the way, and there is one packer a worker."""
-    for layout in (Raw(), Planar(), F32()):
+    for layout in (Raw(), Planar(), X8(), F32()):
         if not layout.accepts(ggml_type):
             continue
         extent = Extent(type=ggml_type, rows=(4 << 20) // ggml_type.block_bytes, row_blocks=1)
