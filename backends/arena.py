@@ -6,13 +6,14 @@ left over at its end, and ``used == planned`` can be checked to the byte.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ggufstream.backends.base import Chunk
 from ggufstream.errors import OutOfDeviceMemoryError, OutOfHostMemoryError
 
-__all__ = ["Arena", "Place", "fill"]
+__all__ = ["Arena", "ChunkArena", "MappedArena", "Place", "fill"]
 
 
 class Place(NamedTuple):
@@ -32,8 +33,41 @@ def fill(sizes: Sequence[int], first: int, limit: int) -> int:
     return len(sizes) - first
 
 
-class Arena:
-    """Device memory for slices of the given padded sizes, in order. One thread at a time may call ``grow_to``.
+class Arena(ABC):
+    """Memory for a known list of slices, had when it is first needed. One thread at a time may call ``grow_to``."""
+
+    def __init__(self, *, name: str, planned_bytes: int) -> None:
+        self.name = name
+        self.planned_bytes = planned_bytes
+        self.used_bytes = 0
+        self.allocated_bytes = 0
+        self.chunks: list[Chunk] = []
+
+    @abstractmethod
+    def place(self, index: int) -> Place:
+        """Where slice ``index`` lies; ``grow_to`` has been called for it."""
+
+    @abstractmethod
+    def needs_growth(self, index: int) -> bool:
+        """Whether slice ``index`` has no memory yet."""
+
+    @abstractmethod
+    def grow_to(self, index: int) -> None:
+        """Get memory for slice ``index``. Blocks.
+
+        Raises:
+            OutOfDeviceMemoryError: There is none.
+            OutOfHostMemoryError: The same, where the host's memory is used.
+        """
+
+    def close(self) -> None:
+        """Free all chunks. Nothing may be in flight into them. A second call does nothing."""
+        while self.chunks:
+            self.chunks.pop().close()
+
+
+class ChunkArena(Arena):
+    """Memory for slices of the given padded sizes, in order, allocated in chunks.
 
     Args:
         name: For messages and reports.
@@ -45,30 +79,19 @@ class Arena:
     def __init__(
         self, *, name: str, allocate: Callable[[int], Chunk], slice_bytes: Sequence[int], chunk_bytes: int
     ) -> None:
-        self.name = name
-        self.planned_bytes = sum(slice_bytes)
-        self.used_bytes = 0
-        self.allocated_bytes = 0
-        self.chunks: list[Chunk] = []
+        super().__init__(name=name, planned_bytes=sum(slice_bytes))
         self._allocate = allocate
         self._sizes = slice_bytes
         self._chunk_bytes = chunk_bytes
         self._places: list[Place] = []
 
     def place(self, index: int) -> Place:
-        """Where slice ``index`` lies; ``grow_to`` has been called for it."""
         return self._places[index]
 
     def needs_growth(self, index: int) -> bool:
-        """Whether slice ``index`` has no memory yet."""
         return index >= len(self._places)
 
     def grow_to(self, index: int) -> None:
-        """Allocate chunks until slice ``index`` has its place. Blocks.
-
-        Raises:
-            OutOfDeviceMemoryError: Not even a chunk for the next slice alone can be had.
-        """
         while self.needs_growth(index):
             first = len(self._places)
             chunk, count = self._next_chunk(first)
@@ -101,7 +124,51 @@ class Arena:
                 limit = nbytes // 2
 
     def close(self) -> None:
-        """Free all chunks. Nothing may be in flight into them. A second call does nothing."""
-        while self.chunks:
-            self.chunks.pop().close()
+        super().close()
         self._places.clear()
+
+
+class MappedArena(Arena):
+    """Slices that the device reads in the pages of mapped files.
+
+    Args:
+        name: For messages and reports.
+        map_span: Maps span number ``i`` of the plan for the device.
+        span_bytes: Of each span, in whole pages.
+        places: For each slice, the number of its span and its offset there, in bytes.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        map_span: Callable[[int], Chunk],
+        span_bytes: Sequence[int],
+        places: Sequence[tuple[int, int]],
+    ) -> None:
+        super().__init__(name=name, planned_bytes=sum(span_bytes))
+        self._map_span = map_span
+        self._span_bytes = span_bytes
+        self._places = places
+        self._mapped: dict[int, Chunk] = {}
+
+    def place(self, index: int) -> Place:
+        span, offset = self._places[index]
+        return Place(self._mapped[span], offset)
+
+    def needs_growth(self, index: int) -> bool:
+        return self._places[index][0] not in self._mapped
+
+    def grow_to(self, index: int) -> None:
+        # Slices come in load order, spans in file order: any of the slices up to this one may be in a new span.
+        for span, _ in self._places[: index + 1]:
+            if span not in self._mapped:
+                chunk = self._map_span(span)
+                self._mapped[span] = chunk
+                self.chunks.append(chunk)
+                self.used_bytes += self._span_bytes[span]
+                self.allocated_bytes += self._span_bytes[span]
+
+    def close(self) -> None:
+        super().close()
+        self._mapped.clear()

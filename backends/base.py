@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
+from ggufstream.errors import UnsupportedByDeviceError
 from ggufstream.ggml_types import GGMLType
 from ggufstream.layouts import Bytes, Extent, Layout
 from ggufstream.options import Intent
@@ -47,6 +48,12 @@ class Capabilities:
     """Every slice starts at a multiple of this within its chunk. At least 16."""
     plane_alignment: int = 16
     """Alignment of planes within a slice of layout ``planar``."""
+    maps_files: bool = False
+    """The device can read the pages of a mapped file (``Backend.map_pages``)."""
+    prefers_mapping: bool = False
+    """It reads them as fast as memory of its own, so that a copy gains nothing."""
+    pins_pages: bool = False
+    """Every page that is mapped stays in memory until it is unmapped."""
 
 
 class Chunk(ABC):
@@ -141,6 +148,19 @@ class Backend(ABC):
         Raises:
             OutOfDeviceMemoryError: The caller may try again with less.
         """
+
+    def map_pages(self, pages: Bytes) -> Chunk:
+        """Let the device read whole pages of a mapped file where they are. ``pages`` outlives the chunk.
+
+        Raises:
+            UnsupportedByDeviceError: The device cannot, see ``Capabilities.maps_files``.
+            OutOfHostMemoryError: So many pages cannot be pinned.
+        """
+        raise UnsupportedByDeviceError(
+            f"{self.capabilities.device} cannot read the pages of a file",
+            backend=self.capabilities.backend,
+            remedy="Use upload=auto",
+        )
 
     @abstractmethod
     def staging(self, nbytes: int) -> Staging:

@@ -20,6 +20,7 @@ __all__ = [
     "DoneTicket",
     "HostChunk",
     "HostStaging",
+    "MappedChunk",
     "anonymous_memory",
     "copy_now",
     "memory_statistics",
@@ -85,13 +86,18 @@ def memory_statistics(chunks: Counter, staging: Counter) -> dict[str, Any]:
 
 
 class _HostMemory:
-    """Anonymous memory that counts itself in ``counter`` while it is open."""
+    """Bytes that count themselves in ``counter`` while they are open."""
 
-    def __init__(self, nbytes: int, *, owner: str, counter: Counter) -> None:
-        self.nbytes = nbytes
-        self._view: Bytes | None = anonymous_memory(nbytes, owner=owner)
+    def __init__(self, view: Bytes, counter: Counter) -> None:
+        self.nbytes = view.size
+        self._view: Bytes | None = view
         self._counter = counter
-        counter.add(nbytes)
+        counter.add(self.nbytes)
+
+    @property
+    def handle(self) -> int:
+        """The address."""
+        return int(self.view.ctypes.data)
 
     @property
     def view(self) -> Bytes:
@@ -106,15 +112,21 @@ class _HostMemory:
 
 
 class HostChunk(_HostMemory, Chunk):
-    """A chunk of host memory; its handle is the address."""
+    """A chunk of anonymous host memory."""
 
-    @property
-    def handle(self) -> int:
-        return int(self.view.ctypes.data)
+    def __init__(self, nbytes: int, *, owner: str, counter: Counter) -> None:
+        super().__init__(anonymous_memory(nbytes, owner=owner), counter)
+
+
+class MappedChunk(_HostMemory, Chunk):
+    """Pages of a mapped file."""
 
 
 class HostStaging(_HostMemory, Staging):
-    """Staging memory for devices whose memory is the host's."""
+    """Staging memory for devices whose memory is the host's, and scratch memory for reading."""
+
+    def __init__(self, nbytes: int, *, owner: str, counter: Counter) -> None:
+        super().__init__(anonymous_memory(nbytes, owner=owner), counter)
 
 
 class DoneTicket(Ticket):

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Final
-from weakref import WeakKeyDictionary
 
 from ggufstream.backends.base import Backend
 from ggufstream.errors import DeviceError, OptionError, UnsupportedByDeviceError
 from ggufstream.options import LoadOptions, UploadMode
 
-__all__ = ["auto_reason", "describe_backends", "open_backend", "open_for"]
+__all__ = ["describe_backends", "open_backend", "open_for"]
 
 _HOST: Final = ("cpu", "cpu_scalar")
 _NAMES: Final = ("auto", *_HOST, "vulkan", "simulated:PROFILE")
-_DIRECT: Final[Mapping[UploadMode, bool | None]] = {"auto": None, "direct": True, "staged": False}
-
-_reasons: WeakKeyDictionary[Backend, str] = WeakKeyDictionary()
+_DIRECT: Final[Mapping[UploadMode, bool | None]] = {"auto": None, "direct": True, "staged": False, "alias": None}
 
 
 def open_for(options: LoadOptions) -> tuple[Backend, str]:
@@ -60,8 +57,7 @@ def open_backend(
             f"backend {name} has no device {device!r}", remedy="Leave the device out, or choose backend vulkan"
         )
     if name == "auto":
-        backend, _reasons[backend] = _auto(direct=direct, validation=validation)
-        return backend
+        return _auto(direct=direct, validation=validation)[0]
     if name in _HOST:
         return _host(name, direct=direct)
     if name == "simulated":
@@ -69,11 +65,6 @@ def open_backend(
 
         return SimulatedBackend(*([profile] if profile else []), direct=direct)
     raise OptionError(f"there is no backend {spec!r}", remedy=_known())
-
-
-def auto_reason(backend: Backend) -> str | None:
-    """Why ``auto`` opened this backend; ``None`` if it was asked for by name."""
-    return _reasons.get(backend)
 
 
 def describe_backends() -> list[dict[str, Any]]:

@@ -191,20 +191,19 @@ def plan(file: str, *, as_json: bool, **given: Any) -> None:
 
 
 async def _plan(file: str, options: LoadOptions) -> dict[str, Any]:
-    import anyio.to_thread
-
     from ggufstream.backends.registry import open_for
     from ggufstream.gguf_file import read_index
     from ggufstream.plan import make_plan
+    from ggufstream.threads import in_thread
 
     index = await read_index(file)
 
     def work() -> dict[str, Any]:
         backend, _ = open_for(options)
         with backend:
-            return make_plan(index, backend=backend, options=options).to_dict()
+            return make_plan(index, backends=[backend], options=options).to_dict()
 
-    return await anyio.to_thread.run_sync(work)
+    return await in_thread(work)
 
 
 @commands.command(short_help="Load, print the report, free.")

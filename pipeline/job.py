@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 
 import anyio
 
-from ggufstream.backends.arena import Arena
-from ggufstream.backends.base import Backend
+from ggufstream.backends.arena import Arena, ChunkArena, MappedArena
+from ggufstream.backends.base import Backend, Chunk
 from ggufstream.backends.host_memory import HOST_CHUNK_BYTES, HostChunk
 from ggufstream.backends.host_memory import Counter as MemoryCounter
-from ggufstream.backends.registry import auto_reason, open_backend
+from ggufstream.backends.registry import open_for
 from ggufstream.budget import ByteBudget
 from ggufstream.errors import (
     GGUFStreamError,
@@ -41,8 +41,8 @@ from ggufstream.gguf_file import FileIndex, checked_path, read_index
 from ggufstream.model import Model
 from ggufstream.options import LoadChanges, LoadOptions, Placement
 from ggufstream.pages import Residency, rss_bytes
-from ggufstream.plan import DEVICE, HOST, LoadPlan, check_fits, make_plan
-from ggufstream.read import Source, choose_io, open_source
+from ggufstream.plan import ArenaPlan, LoadPlan, check_fits, make_plan
+from ggufstream.read import MappedSource, Source, choose_io, open_source
 from ggufstream.release import Releaser
 from ggufstream.report import ArenaReport, FallbackReport, LoadReport, PlacementReport
 from ggufstream.sinks import StructlogSink
@@ -58,40 +58,42 @@ async def submit(
     path: str | os.PathLike[str],
     *,
     backend: str | Backend | None,
+    devices: Sequence[str | Backend],
     options: LoadOptions | None,
     sinks: Sequence[EventSink],
     changes: LoadChanges,
 ) -> Model:
     """What :func:`ggufstream.load` does, once everything is imported."""
-    chosen = options if options is not None else LoadOptions.from_environment()
-    given: Backend | None = None
-    if isinstance(backend, Backend):
-        given = backend
-        fixed = {"device", "upload", "validation"} & changes.keys()
-        if fixed:
-            raise OptionError(
-                f"{', '.join(sorted(fixed))} cannot be changed for a backend that is open already",
-                remedy="Open the backend with it, or give the backend's name",
-            )
-    elif isinstance(backend, str):
-        chosen = chosen.replace(backend=backend)
-    elif backend is not None:
-        raise OptionError(f"backend={backend!r} is neither a name nor an open backend")
+    chosen = (options if options is not None else LoadOptions.from_environment()).replace(**changes)
+    if devices and backend is not None:
+        raise OptionError("backend and devices are both given", remedy="Give one of them")
+    given = list(devices) or [chosen.backend if backend is None else backend]
+    for device in given:
+        if not isinstance(device, str | Backend):
+            raise OptionError(f"{device!r} is neither the name of a backend nor an open one")
+    fixed = {"device", "upload", "validation"} & changes.keys()
+    if fixed and any(isinstance(device, Backend) for device in given) and chosen.upload != "alias":
+        raise OptionError(
+            f"{', '.join(sorted(fixed))} cannot be changed for a backend that is open already",
+            remedy="Open the backend with it, or give the backend's name",
+        )
     for sink in sinks:
         if iscoroutinefunction(sink) or not callable(sink):
             raise OptionError(f"{sink!r} cannot be a sink", remedy="Give a plain function of one event")
-    return await LoadJob(checked_path(path), chosen.replace(**changes), given, sinks).run()
+    return await LoadJob(checked_path(path), chosen, given, sinks).run()
 
 
 class LoadJob:
     """One load. What a worker thread acquires it registers itself, before a cancelled task could lose it."""
 
-    def __init__(self, path: str, options: LoadOptions, backend: Backend | None, sinks: Sequence[EventSink]) -> None:
+    def __init__(
+        self, path: str, options: LoadOptions, devices: Sequence[str | Backend], sinks: Sequence[EventSink]
+    ) -> None:
         self._load_id = uuid.uuid4().hex[:12]
         self._path = path
         self._options = options
-        self._given_backend = backend
-        self._backend_reason = "given" if backend is not None else "asked for"
+        self._devices = devices
+        self._backend_reasons: list[str] = []
         self._log = StructlogSink()
         self._sinks: list[EventSink] = [self._log, *sinks]
         self._seconds: dict[str, float] = {}
@@ -167,16 +169,16 @@ class LoadJob:
                 warnings=index.warnings,
             )
         )
-        backend = await self._timed("open", in_thread(self._open_backend))
-        load_plan = await self._timed("plan", in_thread(partial(self._plan, index, backend)))
+        backends = await self._timed("open", in_thread(self._open_backends))
+        load_plan = await self._timed("plan", in_thread(partial(self._plan, index, backends)))
         sources = await in_thread(partial(self._open_sources, index, load_plan))
         self._emit(self._planned(load_plan, sources))
-        arenas = self._arenas(load_plan, backend)
+        arenas = self._arenas(load_plan, backends, sources)
         residency = [self._residency[shard.path] for shard in index.shards]
         stream = Stream(
             load_id=self._load_id,
             plan=load_plan,
-            backend=backend,
+            backends=backends,
             sources=sources,
             arenas=arenas,
             releaser=(releaser := Releaser(load_plan, sources, residency, self._options.page_cache)),
@@ -200,10 +202,10 @@ class LoadJob:
             tensors=len(load_plan.entries),
             tensor_bytes=sum(entry.tensor.nbytes for entry in load_plan.entries),
             streamed_bytes=load_plan.stream_bytes,
-            backend=load_plan.capabilities.backend,
-            backend_reason=self._backend_reason,
-            device=load_plan.capabilities.device,
-            upload=_upload_name(load_plan),
+            backend=load_plan.backend,
+            backend_reason="; ".join(dict.fromkeys(self._backend_reasons)),
+            device=load_plan.device,
+            upload=load_plan.upload,
             io="+".join(dict.fromkeys(modes)),
             io_reason="; ".join(dict.fromkeys(source.reason for source in sources)),
             workers=stream.workers,
@@ -234,13 +236,13 @@ class LoadJob:
             placements=_totals(load_plan, [str(placement) for placement in Placement], lambda e: str(e.placement)),
             layouts=_totals(load_plan, [], lambda e: e.layout.name),
             fallbacks=tuple(FallbackReport(tensor=tensor, reason=reason) for tensor, reason in load_plan.fallbacks),
-            warnings=index.warnings,
+            warnings=index.warnings + load_plan.warnings,
         )
         return Model(
             index=index,
             plan=load_plan,
             report=report,
-            backend=backend,
+            backends=backends,
             arenas=arenas,
             descriptors=descriptors,
             close=self._owned.pop_all().close,
@@ -256,38 +258,47 @@ class LoadJob:
         """Note what is in the page cache before the first byte is read."""
         self._residency[path] = Residency(descriptor, os.fstat(descriptor).st_size)
 
-    def _open_backend(self) -> Backend:
-        if self._given_backend is not None:
-            return self._given_backend
-        direct = {"auto": None, "direct": True, "staged": False}[self._options.upload]
-        backend = open_backend(
-            self._options.backend, device=self._options.device, direct=direct, validation=self._options.validation
-        )
-        self._backend_reason = auto_reason(backend) or self._backend_reason
-        return self._owned.enter_context(backend)
+    def _open_backends(self) -> list[Backend]:
+        backends = []
+        for device in self._devices:
+            if isinstance(device, Backend):
+                backend, reason = device, "given"
+            else:
+                backend, reason = open_for(self._options.replace(backend=device))
+                self._owned.enter_context(backend)
+            backends.append(backend)
+            self._backend_reasons.append(reason)
+        return backends
 
-    def _plan(self, index: FileIndex, backend: Backend) -> LoadPlan:
-        load_plan = make_plan(index, backend=backend, options=self._options)
+    def _plan(self, index: FileIndex, backends: Sequence[Backend]) -> LoadPlan:
+        load_plan = make_plan(index, backends=backends, options=self._options)
         check_fits(load_plan)
         return load_plan
 
     def _open_sources(self, index: FileIndex, load_plan: LoadPlan) -> list[Source]:
         copies_only = all(entry.layout.verbatim for entry in load_plan.entries)
+        mapped = {span.shard for arena in load_plan.arenas.values() for span in arena.spans}
         sources = []
-        for shard in index.shards:
-            residency = self._residency[shard.path]
-            choice = choose_io(shard, residency, asked=self._options.io, copies_only=copies_only)
+        for i, shard in enumerate(index.shards):
+            choice = choose_io(
+                shard,
+                self._residency[shard.path],
+                asked=self._options.io,
+                copies_only=copies_only,
+                mapped=i in mapped,
+            )
             source = open_source(shard, load_plan, choice)
-            self._transient.callback(source.close)
+            # A mapping that a device reads lives as long as the model.
+            (self._owned if i in mapped else self._transient).callback(source.close)
             sources.append(source)
         return sources
 
     def _planned(self, load_plan: LoadPlan, sources: Sequence[Source]) -> Planned:
         return Planned(
             load_id=self._load_id,
-            backend=load_plan.capabilities.backend,
-            device=load_plan.capabilities.device,
-            upload=_upload_name(load_plan),
+            backend=load_plan.backend,
+            device=load_plan.device,
+            upload=load_plan.upload,
             io="+".join(dict.fromkeys(source.mode for source in sources)),
             io_reason="; ".join(dict.fromkeys(source.reason for source in sources)),
             ranges=len(load_plan.ranges),
@@ -297,27 +308,45 @@ class LoadJob:
             seconds=self._seconds["plan"],
         )
 
-    def _arenas(self, load_plan: LoadPlan, backend: Backend) -> dict[str, Arena]:
-        capabilities = load_plan.capabilities
-        host_memory = MemoryCounter()
-        allocate: Mapping[str, Callable[[int], Any]] = {
-            DEVICE: backend.allocate,
-            HOST: lambda nbytes: HostChunk(nbytes, owner="host", counter=host_memory),
-        }
-        chunk_bytes = {
-            DEVICE: min(self._options.chunk_bytes or capabilities.chunk_bytes, capabilities.max_chunk_bytes),
-            HOST: self._options.chunk_bytes or HOST_CHUNK_BYTES,
-        }
-        arenas = {}
+    def _arenas(self, load_plan: LoadPlan, backends: Sequence[Backend], sources: Sequence[Source]) -> dict[str, Arena]:
+        arenas: dict[str, Arena] = {}
         for name, arena_plan in load_plan.arenas.items():
-            arenas[name] = Arena(
-                name=name,
-                allocate=allocate[name],
-                slice_bytes=arena_plan.slice_bytes,
-                chunk_bytes=chunk_bytes[name],
-            )
+            arenas[name] = self._arena(load_plan, arena_plan, backends, sources)
             self._owned.callback(arenas[name].close)
         return arenas
+
+    def _arena(
+        self, load_plan: LoadPlan, arena_plan: ArenaPlan, backends: Sequence[Backend], sources: Sequence[Source]
+    ) -> Arena:
+        if arena_plan.device is None:
+            counter = MemoryCounter()
+            return ChunkArena(
+                name=arena_plan.name,
+                allocate=lambda nbytes: HostChunk(nbytes, owner="host", counter=counter),
+                slice_bytes=arena_plan.slice_bytes,
+                chunk_bytes=self._options.chunk_bytes or HOST_CHUNK_BYTES,
+            )
+        backend, device = backends[arena_plan.device], load_plan.devices[arena_plan.device]
+        if arena_plan.spans:
+
+            def map_span(i: int) -> Chunk:
+                span = arena_plan.spans[i]
+                source = sources[span.shard]
+                assert isinstance(source, MappedSource)
+                return backend.map_pages(source.pages(span.first, span.last))
+
+            return MappedArena(
+                name=arena_plan.name,
+                map_span=map_span,
+                span_bytes=[span.nbytes for span in arena_plan.spans],
+                places=arena_plan.places,
+            )
+        return ChunkArena(
+            name=arena_plan.name,
+            allocate=backend.allocate,
+            slice_bytes=arena_plan.slice_bytes,
+            chunk_bytes=min(self._options.chunk_bytes or device.chunk_bytes, device.max_chunk_bytes),
+        )
 
     def _keep_descriptors(self, load_plan: LoadPlan, sources: Sequence[Source]) -> dict[int, int]:
         """Descriptors for the shards with tables that stay in the file, by shard."""
@@ -328,10 +357,6 @@ class LoadJob:
                 kept[shard] = os.dup(sources[shard].descriptor)
                 self._owned.callback(os.close, kept[shard])
         return kept
-
-
-def _upload_name(load_plan: LoadPlan) -> str:
-    return "direct" if load_plan.capabilities.direct else "staged"
 
 
 def _check_used(arenas: Mapping[str, Arena]) -> None:

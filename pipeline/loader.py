@@ -21,6 +21,7 @@ async def load(
     path: str | os.PathLike[str],
     *,
     backend: str | Backend | None = None,
+    devices: Sequence[str | Backend] = (),
     options: LoadOptions | None = None,
     sinks: Sequence[EventSink] = (),
     **changes: Unpack[LoadChanges],
@@ -30,6 +31,7 @@ async def load(
     Args:
         path: The file.
         backend: Name as in :attr:`LoadOptions.backend`, or an open backend, which then stays the caller's to close.
+        devices: Several backends in place of one, by name or open; layers are split over them in order.
         options: Where ``None``, the defaults and the environment.
         sinks: Receive every event of the load; structlog records are written anyway.
         **changes: Single options, such as ``io="mmap"``.
@@ -43,5 +45,7 @@ async def load(
     """
     # Importing numpy and the rest takes a quarter of a second: in a thread, so that the event loop goes on meanwhile.
     job = await asyncio.to_thread(import_module, "ggufstream.job")
-    model: Model = await job.submit(path, backend=backend, options=options, sinks=sinks, changes=changes)
+    model: Model = await job.submit(
+        path, backend=backend, devices=devices, options=options, sinks=sinks, changes=changes
+    )
     return model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -24,7 +24,7 @@ from ggufstream.ggml_types import GGMLType
 from ggufstream.gguf_file import FileIndex
 from ggufstream.layouts import Bytes, Extent, Layout
 from ggufstream.options import Intent, Placement
-from ggufstream.plan import DEVICE, HOST, LoadPlan, PlanEntry
+from ggufstream.plan import LoadPlan, PlanEntry
 from ggufstream.report import LoadReport
 from ggufstream.threads import in_thread, uninterrupted
 
@@ -54,13 +54,13 @@ class _Storage:
         *,
         index: FileIndex,
         plan: LoadPlan,
-        backend: Backend,
+        backends: Sequence[Backend],
         arenas: Mapping[str, Arena],
         descriptors: Mapping[int, int],
         close: Callable[[], None],
     ) -> None:
         self.plan = plan
-        self.backend = backend
+        self.backends = tuple(backends)
         self._index = index
         self._arenas = arenas
         self._descriptors = descriptors
@@ -72,7 +72,9 @@ class _Storage:
 
     def slices(self, entry: PlanEntry) -> tuple[Slice, ...]:
         """Where the slices of a tensor lie, in row order."""
-        arena = self._arenas[HOST if entry.placement is Placement.HOST else DEVICE]
+        if entry.arena is None:
+            return ()
+        arena = self._arenas[entry.arena]
         result = []
         for part in entry.slices:
             chunk, offset = arena.place(part.index)
@@ -98,13 +100,13 @@ class _Storage:
         if not self.is_open:
             raise ClosedError(f"the model of {self._index.path} is closed", remedy="Load it again")
 
-    def read_slice(self, placement: Placement, place: Slice, offset: int, destination: Bytes) -> None:
+    def read_slice(self, entry: PlanEntry, place: Slice, offset: int, destination: Bytes) -> None:
         """Copy from a slice into host memory. Blocks."""
-        if placement is Placement.HOST:
+        if entry.device is None:
             assert place.chunk.view is not None
             np.copyto(destination, place.chunk.view[place.offset + offset : place.offset + offset + destination.size])
         else:
-            self.backend.read(place.chunk, place.offset + offset, destination)
+            self.backends[entry.device].read(place.chunk, place.offset + offset, destination)
 
     def read_file(self, entry: PlanEntry, offset: int, destination: Bytes) -> None:
         """Read bytes of a tensor that stays in the file. Blocks."""
@@ -114,20 +116,22 @@ class _Storage:
             self._descriptors[tensor.shard], destination, tensor.offset + offset, file=path, tensor=tensor.name
         )
 
-    def host_memory(self, weight: Weight) -> Bytes:
-        """The bytes of a weight that lies in one slice of host memory, read-only.
+    def host_memory(self, entry: PlanEntry) -> Bytes:
+        """The bytes of a tensor that lies in one slice of host memory, read-only.
 
         Raises:
             BufferError: They lie elsewhere.
         """
-        on_host = weight.placement is Placement.HOST or self.plan.capabilities.memory == "host"
-        slices = weight.slices
-        if weight.placement is Placement.ROWS:
-            raise BufferError(f"{weight.name} stays in the file; use read()")
-        if not on_host or len(slices) != 1 or slices[0].chunk.view is None:
+        name, slices = entry.tensor.name, self.slices(entry)
+        if entry.arena is None:
+            raise BufferError(f"{name} stays in the file; use read()")
+        on_host = entry.device is None or self.plan.devices[entry.device].memory == "host"
+        mapped = bool(self.plan.arenas[entry.arena].spans)
+        view = slices[0].chunk.view
+        if not (on_host or mapped) or len(slices) != 1 or view is None:
             where = ", ".join(f"handle {s.chunk.handle:#x} offset {s.offset} size {s.nbytes}" for s in slices)
-            raise BufferError(f"{weight.name} is on {self.plan.capabilities.device}: {where}; use read() or slices")
-        memory = slices[0].chunk.view[slices[0].offset : slices[0].offset + slices[0].nbytes]
+            raise BufferError(f"{name} is on {self.plan.device}: {where}; use read() or slices")
+        memory = view[slices[0].offset : slices[0].offset + slices[0].nbytes]
         memory.flags.writeable = False
         return memory
 
@@ -144,7 +148,7 @@ class _Storage:
                 for name, arena in self._arenas.items()
             },
             "running": self._running,
-            "backend": self.backend.statistics(),
+            "backends": [backend.statistics() for backend in self.backends],
         }
 
     async def aclose(self) -> None:
@@ -198,6 +202,11 @@ class Weight:
     @property
     def layout(self) -> Layout:
         return self._entry.layout
+
+    @property
+    def device(self) -> int | None:
+        """Index into ``model.backends``; ``None`` for ``HOST`` and ``ROWS``."""
+        return self._entry.device
 
     @property
     def placement(self) -> Placement:
@@ -264,7 +273,7 @@ class Weight:
                 runs = []
                 for run in self.layout.runs(part.extent, begin - part.first_block, end - begin):
                     packed = np.empty(run.nbytes, np.uint8)
-                    self._storage.read_slice(self.placement, place, run.offset, packed)
+                    self._storage.read_slice(self._entry, place, run.offset, packed)
                     runs.append(packed)
                 self.layout.unpack(part.extent, runs, window)
 
@@ -279,7 +288,8 @@ class Weight:
         """
         if self.nbytes == 0:
             return np.empty(self.shape, np.uint8)
-        memory = self._storage.host_memory(self)
+        self._storage.check_open()
+        memory = self._storage.host_memory(self._entry)
         if self.layout.name == "f32":
             return memory.view("<f4").reshape(self.shape)
         if self.layout.name == "raw" and self.type.name in _NUMPY_TYPES:
@@ -315,7 +325,7 @@ class Model(Mapping[str, Weight]):
         index: FileIndex,
         plan: LoadPlan,
         report: LoadReport,
-        backend: Backend,
+        backends: Sequence[Backend],
         arenas: Mapping[str, Arena],
         descriptors: Mapping[int, int],
         close: Callable[[], None],
@@ -323,9 +333,9 @@ class Model(Mapping[str, Weight]):
         self.index = index
         self.plan = plan
         self.report = report
-        self.backend = backend
+        self.backends = tuple(backends)
         self._storage = _Storage(
-            index=index, plan=plan, backend=backend, arenas=arenas, descriptors=descriptors, close=close
+            index=index, plan=plan, backends=backends, arenas=arenas, descriptors=descriptors, close=close
         )
         self._weights = {entry.tensor.name: Weight(self._storage, entry) for entry in plan.entries}
 
@@ -371,15 +381,15 @@ class Model(Mapping[str, Weight]):
         n_in = weight.shape[-1] if weight.shape else 1
         if batch.ndim == 0 or batch.shape[-1] != n_in:
             raise OptionError(f"x has shape {batch.shape}, but a row of {name} has {n_in} elements")
-        if weight.placement is not Placement.ARENA:
+        if weight.device is None:
             raise UnsupportedByDeviceError(
-                f"{name} is not on the device ({weight.placement})",
-                backend=self.plan.capabilities.backend,
+                f"{name} is not on a device ({weight.placement})",
+                backend=self.plan.backend,
                 tensor=name,
                 remedy="See the reason in the plan",
             )
         slices, rows = weight.slices, batch.reshape(-1, n_in)
-        result = await self._storage.run(partial(self.backend.linear, slices, rows))
+        result = await self._storage.run(partial(self.backends[weight.device].linear, slices, rows))
         return result.reshape(*batch.shape[:-1], -1)
 
     def statistics(self) -> dict[str, Any]:
@@ -404,4 +414,4 @@ class Model(Mapping[str, Weight]):
 
     def __repr__(self) -> str:
         state = "" if self._storage.is_open else ", closed"
-        return f"<Model {self.index.path!r}: {len(self)} weights on {self.plan.capabilities.device}{state}>"
+        return f"<Model {self.index.path!r}: {len(self)} weights on {self.plan.device}{state}>"

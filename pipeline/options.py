@@ -11,7 +11,7 @@ import difflib
 import enum
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypedDict, Unpack, get_args
 
@@ -34,7 +34,7 @@ __all__ = [
 IOMode = Literal["auto", "mmap", "pread", "direct"]
 LazyMode = Literal["auto", "on", "off", "all"]
 PageCacheMode = Literal["auto", "drop", "keep"]
-UploadMode = Literal["auto", "direct", "staged"]
+UploadMode = Literal["auto", "direct", "staged", "alias"]
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -107,6 +107,8 @@ class LoadChanges(TypedDict, total=False):
     chunk_bytes: int | None
     select: str | None
     intents: Mapping[str, Intent] | Callable[[str], Intent | None] | None
+    overrides: Sequence[tuple[str, str]]
+    device_weights: Sequence[float] | None
     validation: bool
 
 
@@ -119,7 +121,8 @@ class LoadOptions:
     device: str | None = None
     """Index of the device, or a part of its name. A software device is only taken when named."""
     upload: UploadMode = "auto"
-    """``direct`` fills mapped device memory in place, ``staged`` copies through pinned memory."""
+    """``direct`` fills mapped device memory in place, ``staged`` copies through pinned memory, ``alias`` lets the device
+    read the file's own pages where it can. ``auto``: the best that the device has."""
     io: IOMode = "auto"
     """How bytes come out of the file; ``auto`` decides per file by page-cache residency and file system."""
     lazy: LazyMode = "auto"
@@ -140,6 +143,11 @@ class LoadOptions:
     """Regular expression; only tensors whose name it finds are loaded."""
     intents: Mapping[str, Intent] | Callable[[str], Intent | None] | None = field(default=None, repr=False)
     """Intents by tensor name, or a function of the name (``None``: the default from the naming convention)."""
+    overrides: Sequence[tuple[str, str]] = ()
+    """Pairs of a regular expression and a place: ``ARENA``, ``HOST``, ``ROWS`` or ``device:N``. The first whose pattern
+    is found in a tensor's name decides, after the lazy mode and before everything else."""
+    device_weights: Sequence[float] | None = None
+    """How layers are split over several devices; ``None``: by their free memory."""
     validation: bool = False
     """Run Vulkan's validation layer; what it reports is in the backend's ``statistics()["validation_messages"]``."""
 
@@ -155,6 +163,11 @@ class LoadOptions:
             if not isinstance(value, int) or value < least:
                 what = "is too small" if isinstance(value, int) else "is not a whole number"
                 raise OptionError(f"{name}={value!r} {what}", remedy=f"Give at least {least:,}")
+        weights = self.device_weights
+        if weights is not None and not (all(weight >= 0 for weight in weights) and sum(weights) > 0):
+            raise OptionError(
+                f"device_weights={weights!r} cannot be shares", remedy="Give a number a device, none negative"
+            )
         if not isinstance(self.select, str | None):
             raise OptionError(f"select={self.select!r} is not text", remedy="Give a regular expression as a str")
         if self.select is not None:

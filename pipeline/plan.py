@@ -8,47 +8,29 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ggufstream.backends.base import Backend, Capabilities
 from ggufstream.errors import OptionError, OutOfDeviceMemoryError, UnsupportedByDeviceError
-from ggufstream.ggml_types import BY_NAME, GGMLType
 from ggufstream.gguf_file import FileIndex
 from ggufstream.gguf_layout import TensorInfo
-from ggufstream.layouts import F32, Extent, Layout, Raw
+from ggufstream.layouts import Extent, Layout
 from ggufstream.options import Intent, LoadOptions, Placement
+from ggufstream.pages import PAGE, page_span
+from ggufstream.placements import Decider, Decision, Overrides, cut_rows, slice_limit
 from ggufstream.ranges import Range, SliceSource, cut
 from ggufstream.roles import Role, roles
 
-__all__ = [
-    "DEVICE",
-    "HOST",
-    "ArenaPlan",
-    "LoadPlan",
-    "PlanEntry",
-    "SlicePlan",
-    "check_fits",
-    "make_plan",
-]
+__all__ = ["DEVICE", "HOST", "ArenaPlan", "LoadPlan", "PlanEntry", "SlicePlan", "Span", "check_fits", "make_plan"]
 
 DEVICE = "device"
+"""Name of the device's arena; with several devices a colon and the number follow."""
 HOST = "host"
 HOST_ALIGNMENT = 64
 """Slices in host memory start at cache lines."""
-
-
-_REASONS: Mapping[Intent, str] = {
-    Intent.LINEAR: "matrix",
-    Intent.BINDABLE: "bound as it is",
-    Intent.LOOKUP: "lookup table",
-    Intent.LINEAR | Intent.LOOKUP: "matrix and lookup table: rows come from the same copy, so it is never lazy",
-    Intent.LINEAR | Intent.BINDABLE: "matrix, bound too",
-    Intent.BINDABLE | Intent.LOOKUP: "lookup table, bound too",
-    Intent.LINEAR | Intent.BINDABLE | Intent.LOOKUP: "matrix and lookup table, bound too",
-}
-"""Why a tensor is on the device, where nothing stood in the way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +54,10 @@ class PlanEntry:
     layer: int
     placement: Placement
     layout: Layout
+    device: int | None
+    """Index into ``LoadPlan.devices``; ``None`` for ``HOST`` and ``ROWS``."""
+    arena: str | None
+    """Name of the arena; ``None`` for ``ROWS``."""
     slices: tuple[SlicePlan, ...]
     """In row order; empty where nothing is loaded (``ROWS``, or no elements)."""
     reason: str
@@ -85,15 +71,35 @@ class PlanEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Whole pages of a shard that a device maps: first, and one past the last."""
+
+    shard: int
+    first: int
+    last: int
+
+    @property
+    def nbytes(self) -> int:
+        return (self.last - self.first) * PAGE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaPlan:
-    """Sizes of an arena's slices in load order, each padded to the slice alignment."""
+    """Memory for slices: allocated in chunks, or, where ``spans`` are given, the file's own pages."""
 
     name: str
+    device: int | None
+    """Index into ``LoadPlan.devices``; ``None`` for host memory."""
     slice_bytes: tuple[int, ...]
+    """Of each slice, in load order, padded to the slice alignment."""
+    spans: tuple[Span, ...] = ()
+    places: tuple[tuple[int, int], ...] = ()
+    """For each slice of a mapped arena: index of its span, and offset in bytes there."""
 
     @property
     def planned_bytes(self) -> int:
-        return sum(self.slice_bytes)
+        """Bytes that are allocated, or mapped."""
+        return sum(span.nbytes for span in self.spans) if self.spans else sum(self.slice_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,12 +107,33 @@ class LoadPlan:
     """All decisions about one load. ``entries`` is in file order, ``ranges`` in load order."""
 
     path: str
-    capabilities: Capabilities
+    devices: tuple[Capabilities, ...]
     entries: tuple[PlanEntry, ...]
     ranges: tuple[Range, ...]
     arenas: Mapping[str, ArenaPlan]
     skipped: tuple[str, ...]
     """Tensors that ``select`` leaves out."""
+    warnings: tuple[str, ...]
+
+    @property
+    def backend(self) -> str:
+        """Names of the backends, joined by ``+``."""
+        return "+".join(device.backend for device in self.devices)
+
+    @property
+    def device(self) -> str:
+        """Names of the devices, joined by ``+``."""
+        return " + ".join(device.device for device in self.devices)
+
+    @property
+    def upload(self) -> str:
+        """``direct``, ``staged`` and ``alias``, as far as used, joined by ``+``."""
+        ways = [
+            "alias" if arena.spans else "direct" if self.devices[arena.device].direct else "staged"
+            for arena in self.arenas.values()
+            if arena.device is not None and arena.slice_bytes
+        ]
+        return "+".join(dict.fromkeys(ways)) or "direct"
 
     @property
     def fallbacks(self) -> tuple[tuple[str, str], ...]:
@@ -118,6 +145,15 @@ class LoadPlan:
         """File bytes of all tensors that are loaded."""
         return sum(piece.nbytes for part in self.ranges for piece in part.pieces)
 
+    def planned_bytes(self, device: int) -> int:
+        """Bytes in all arenas of a device."""
+        return sum(arena.planned_bytes for arena in self.arenas.values() if arena.device == device)
+
+    def is_staged(self, part: Range) -> bool:
+        """Whether a range goes through staging memory."""
+        arena = self.arenas[part.arena]
+        return arena.device is not None and not arena.spans and not self.devices[arena.device].direct
+
     def tensor_at(self, part: Range, offset: int) -> str:
         """Name of the tensor that holds byte ``offset`` of the shard, within a range; for messages."""
         inside = [piece for piece in part.pieces if part.offset + piece.offset <= offset] or list(part.pieces[:1])
@@ -125,47 +161,75 @@ class LoadPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values: what ``plan --json`` prints. Sizes in bytes."""
-        budget = self.capabilities.budget_bytes
+        devices = [_device_dict(self, i) for i in range(len(self.devices))]
         return {
             "file": self.path,
-            "backend": self.capabilities.backend,
-            "device": self.capabilities.device,
-            "budget_bytes": budget,
-            "fits": budget is None or self.arenas[DEVICE].planned_bytes <= budget,
-            "tensors": [
-                {
-                    "name": entry.tensor.name,
-                    "type": entry.tensor.type.name,
-                    "shape": list(entry.tensor.shape),
-                    "intent": str(entry.intent),
-                    "layout": entry.layout.name,
-                    "placement": str(entry.placement),
-                    "slices": len(entry.slices),
-                    "file_bytes": entry.tensor.nbytes,
-                    "device_bytes": entry.device_bytes if entry.placement is Placement.ARENA else 0,
-                    "host_bytes": entry.device_bytes if entry.placement is Placement.HOST else 0,
-                    "reason": entry.reason,
-                }
-                for entry in self.entries
-            ],
+            "backend": self.backend,
+            "device": self.device,
+            "budget_bytes": devices[0]["budget_bytes"] if len(devices) == 1 else None,
+            "fits": all(device["fits"] for device in devices),
+            "devices": devices,
+            "tensors": [_entry_dict(entry) for entry in self.entries],
             "arenas": [
-                {"name": arena.name, "planned_bytes": arena.planned_bytes, "slices": len(arena.slice_bytes)}
+                {
+                    "name": arena.name,
+                    "planned_bytes": arena.planned_bytes,
+                    "slices": len(arena.slice_bytes),
+                    "mapped": bool(arena.spans),
+                }
                 for arena in self.arenas.values()
             ],
             "ranges": len(self.ranges),
             "skipped": list(self.skipped),
             "fallbacks": [{"tensor": tensor, "reason": reason} for tensor, reason in self.fallbacks],
+            "warnings": list(self.warnings),
         }
 
 
-def make_plan(index: FileIndex, *, backend: Backend, options: LoadOptions) -> LoadPlan:
+def _device_dict(load_plan: LoadPlan, i: int) -> dict[str, Any]:
+    device, planned = load_plan.devices[i], load_plan.planned_bytes(i)
+    return {
+        "backend": device.backend,
+        "device": device.device,
+        "budget_bytes": device.budget_bytes,
+        "planned_bytes": planned,
+        "fits": device.budget_bytes is None or planned <= device.budget_bytes,
+    }
+
+
+def _entry_dict(entry: PlanEntry) -> dict[str, Any]:
+    return {
+        "name": entry.tensor.name,
+        "type": entry.tensor.type.name,
+        "shape": list(entry.tensor.shape),
+        "intent": str(entry.intent),
+        "layout": entry.layout.name,
+        "placement": str(entry.placement),
+        "device": entry.device,
+        "arena": entry.arena,
+        "slices": len(entry.slices),
+        "file_bytes": entry.tensor.nbytes,
+        "device_bytes": entry.device_bytes if entry.placement is Placement.ARENA else 0,
+        "host_bytes": entry.device_bytes if entry.placement is Placement.HOST else 0,
+        "reason": entry.reason,
+    }
+
+
+def make_plan(index: FileIndex, *, backends: Sequence[Backend], options: LoadOptions) -> LoadPlan:
     """Decide everything about a load. Pure: reads nothing, allocates nothing.
 
+    Args:
+        index: What the headers say.
+        backends: The devices; layers are split over them in order.
+        options: The caller's options.
+
     Raises:
-        OptionError: ``intents`` names a tensor that the file does not have, or ``select`` matches none.
-        UnsupportedByDeviceError: One row of a tensor exceeds a limit of the device.
+        OptionError: ``intents`` names a tensor that the file does not have, ``select`` matches none, or an override
+            asks for what cannot be.
+        UnsupportedByDeviceError: One row of a tensor exceeds a limit of its device, or the device cannot map files.
     """
-    capabilities = backend.capabilities
+    devices = tuple(backend.capabilities for backend in backends)
+    _check_alias(devices, options)
     known = _roles(index, options)
     select = re.compile(options.select) if options.select is not None else None
     chosen = [tensor for tensor in index.tensors if select is None or select.search(tensor.name)]
@@ -175,13 +239,15 @@ def make_plan(index: FileIndex, *, backend: Backend, options: LoadOptions) -> Lo
             remedy=f"The first is {index.tensors[0].name}; inspect lists all",
         )
     names = {tensor.name for tensor in chosen}
-    planner = _Planner(backend=backend, options=options)
+    overrides = Overrides(options.overrides, devices=len(devices))
+    layers = _split_layers(chosen, known, devices, options)
+    planner = _Planner(Decider(backends, options, overrides, layers), devices)
     # Slices are numbered, and arenas filled, in the order in which a forward pass needs the tensors.
     order = sorted(range(len(chosen)), key=lambda i: (known[chosen[i].name].layer, chosen[i].shard, chosen[i].offset))
     entries = {i: planner.entry(chosen[i], known[chosen[i].name]) for i in order}
     return LoadPlan(
         path=index.path,
-        capabilities=capabilities,
+        devices=devices,
         entries=tuple(entries[i] for i in range(len(chosen))),
         ranges=cut(
             _sources(order, entries, _floors(index.tensors)),
@@ -190,32 +256,49 @@ def make_plan(index: FileIndex, *, backend: Backend, options: LoadOptions) -> Lo
             # Padding between neighbours is less than one alignment unit; nothing larger is read along.
             max_gap=index.alignment - 1,
         ),
-        arenas={name: ArenaPlan(name=name, slice_bytes=tuple(sizes)) for name, sizes in planner.slice_bytes.items()},
+        arenas={arena.name: arena.plan() for arena in planner.arenas.values()},
         skipped=tuple(tensor.name for tensor in index.tensors if tensor.name not in names),
+        warnings=overrides.warnings,
     )
 
 
 def check_fits(load_plan: LoadPlan) -> None:
-    """Compare the plan with the device's memory budget.
+    """Compare the plan with the devices' memory budgets.
 
     Raises:
         OutOfDeviceMemoryError: It does not fit; the message names the largest tensors.
     """
-    capabilities = load_plan.capabilities
-    needed, available = load_plan.arenas[DEVICE].planned_bytes, capabilities.budget_bytes
-    if available is None or needed <= available:
+    for i, device in enumerate(load_plan.devices):
+        needed, available = load_plan.planned_bytes(i), device.budget_bytes
+        if available is None or needed <= available:
+            continue
+        there = [entry for entry in load_plan.entries if entry.device == i]
+        largest = sorted(there, key=lambda entry: entry.device_bytes, reverse=True)[:3]
+        names = ", ".join(f"{entry.tensor.name} ({entry.device_bytes:,})" for entry in largest)
+        raise OutOfDeviceMemoryError(
+            f"{load_plan.path} needs {needed:,} bytes on {device.device}, which has {available:,} available; "
+            f"the largest tensors are {names}",
+            backend=device.backend,
+            needed=needed,
+            available=available,
+            remedy="Free device memory, choose another device or backend, or load a part with select",
+        )
+
+
+def _check_alias(devices: Sequence[Capabilities], options: LoadOptions) -> None:
+    if options.upload != "alias":
         return
-    arena = [entry for entry in load_plan.entries if entry.placement is Placement.ARENA]
-    largest = sorted(arena, key=lambda entry: entry.device_bytes, reverse=True)[:3]
-    names = ", ".join(f"{entry.tensor.name} ({entry.device_bytes:,})" for entry in largest)
-    raise OutOfDeviceMemoryError(
-        f"{load_plan.path} needs {needed:,} bytes on {capabilities.device}, which has {available:,} available; "
-        f"the largest tensors are {names}",
-        backend=capabilities.backend,
-        needed=needed,
-        available=available,
-        remedy="Free device memory, choose another device or backend, or load a part with select",
-    )
+    if options.io in {"pread", "direct"}:
+        raise OptionError(
+            f"upload=alias maps the file, but io={options.io} reads it", remedy="Use io=mmap, or another upload"
+        )
+    for device in devices:
+        if not device.maps_files:
+            raise UnsupportedByDeviceError(
+                f"{device.device} cannot read the pages of a file",
+                backend=device.backend,
+                remedy="Use upload=auto",
+            )
 
 
 def _roles(index: FileIndex, options: LoadOptions) -> dict[str, Role]:
@@ -237,107 +320,126 @@ def _roles(index: FileIndex, options: LoadOptions) -> dict[str, Role]:
     return result
 
 
-class _Planner:
-    """Decides tensor by tensor, in load order, and keeps each arena's slice sizes."""
+def _split_layers(
+    tensors: Iterable[TensorInfo], known: Mapping[str, Role], devices: Sequence[Capabilities], options: LoadOptions
+) -> dict[int, int]:
+    """The device of each layer: consecutive layers, in proportion to the weights, or to what each device has free."""
+    nbytes: Counter[int] = Counter()
+    for tensor in tensors:
+        nbytes[known[tensor.name].layer] += tensor.nbytes
+    shares = options.device_weights or _free_shares(devices)
+    if len(shares) != len(devices):
+        raise OptionError(f"device_weights has {len(shares)} values for {len(devices)} devices")
+    total_share, total = sum(shares), sum(nbytes.values())
+    result: dict[int, int] = {}
+    device, before, end = 0, 0, shares[0] / total_share * total
+    for layer in sorted(nbytes):
+        # A layer goes where its middle lies.
+        while before + nbytes[layer] / 2 > end and device + 1 < len(devices):
+            device += 1
+            end += shares[device] / total_share * total
+        result[layer] = device
+        before += nbytes[layer]
+    return result
 
-    def __init__(self, *, backend: Backend, options: LoadOptions) -> None:
-        self._backend = backend
-        self._capabilities = backend.capabilities
-        self._options = options
-        self.slice_bytes: dict[str, list[int]] = {DEVICE: [], HOST: []}
+
+def _free_shares(devices: Sequence[Capabilities]) -> Sequence[float]:
+    budgets = [device.budget_bytes for device in devices]
+    known = [budget for budget in budgets if budget is not None]
+    if len(known) < len(devices) or not any(known):
+        return [1.0] * len(devices)
+    return [float(budget) for budget in known]
+
+
+@dataclass(slots=True)
+class _ArenaBuilder:
+    """An arena while it is being planned: sizes, and for a mapped one the pages of its tensors."""
+
+    name: str
+    device: int | None
+    alignment: int
+    mapped: bool = False
+    slice_bytes: list[int] = field(default_factory=list)
+    tensors: list[TensorInfo] = field(default_factory=list)
+
+    def add(self, nbytes: int) -> int:
+        self.slice_bytes.append(nbytes + -nbytes % self.alignment)
+        return len(self.slice_bytes) - 1
+
+    def plan(self) -> ArenaPlan:
+        spans: tuple[Span, ...] = ()
+        places: tuple[tuple[int, int], ...] = ()
+        if self.mapped:
+            spans = _spans(self.tensors)
+            places = tuple(_place(tensor, spans) for tensor in self.tensors)
+        return ArenaPlan(
+            name=self.name, device=self.device, slice_bytes=tuple(self.slice_bytes), spans=spans, places=places
+        )
+
+
+def _spans(tensors: Iterable[TensorInfo]) -> tuple[Span, ...]:
+    """The pages of these tensors; spans grow together only where they share or touch pages, never over others."""
+    spans: list[Span] = []
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.shard, tensor.offset)):
+        first, last = page_span(tensor.offset, tensor.nbytes)
+        if spans and spans[-1].shard == tensor.shard and first <= spans[-1].last:
+            spans[-1] = Span(shard=tensor.shard, first=spans[-1].first, last=max(last, spans[-1].last))
+        else:
+            spans.append(Span(shard=tensor.shard, first=first, last=last))
+    return tuple(spans)
+
+
+def _place(tensor: TensorInfo, spans: Sequence[Span]) -> tuple[int, int]:
+    for i, span in enumerate(spans):
+        if span.shard == tensor.shard and span.first * PAGE <= tensor.offset < span.last * PAGE:
+            return i, tensor.offset - span.first * PAGE
+    raise AssertionError(f"{tensor.name} is in no span")
+
+
+class _Planner:
+    """Decides tensor by tensor, in load order, and fills the arenas with their slices."""
+
+    def __init__(self, decider: Decider, devices: Sequence[Capabilities]) -> None:
+        self._decider = decider
+        self._devices = devices
+        self.arenas: dict[tuple[int | None, bool], _ArenaBuilder] = {}
+        for i, device in enumerate(devices):
+            suffix = f":{i}" if len(devices) > 1 else ""
+            self.arenas[i, False] = _ArenaBuilder(f"{DEVICE}{suffix}", i, device.slice_alignment)
+            if device.maps_files:
+                self.arenas[i, True] = _ArenaBuilder(f"mapped{suffix}", i, 1, mapped=True)
+        self.arenas[None, False] = _ArenaBuilder(HOST, None, HOST_ALIGNMENT)
 
     def entry(self, tensor: TensorInfo, role: Role) -> PlanEntry:
-        placement, layout, reason, is_fallback = self._decide(tensor, role)
-        slices = tuple(self._slices(tensor, layout, placement))
-        if len(slices) > 1:
-            reason += f"; cut into {len(slices)} slices, the device binds at most {self._slice_limit():,} bytes"
+        decision = self._decider.decide(tensor, role)
+        arena = None if decision.placement is Placement.ROWS else self.arenas[decision.device, decision.mapped]
+        slices = () if arena is None or tensor.nbytes == 0 else tuple(self._slices(tensor, decision, arena))
+        reason = decision.reason
+        if len(slices) > 1 and decision.device is not None:
+            limit = slice_limit(self._devices[decision.device])
+            reason += f"; cut into {len(slices)} slices, the device binds at most {limit:,} bytes"
         return PlanEntry(
             tensor=tensor,
             intent=role.intent,
             layer=role.layer,
-            placement=placement,
-            layout=layout,
+            placement=decision.placement,
+            layout=decision.layout,
+            device=decision.device,
+            arena=None if arena is None else arena.name,
             slices=slices,
             reason=reason,
-            is_fallback=is_fallback,
+            is_fallback=decision.is_fallback,
         )
 
-    def _decide(self, tensor: TensorInfo, role: Role) -> tuple[Placement, Layout, str, bool]:
-        """The resolve ladder: as the device takes it, else widened, else on the host; each step down has a reason."""
-        if role.intent == Intent.LOOKUP and self._is_lazy(tensor):
-            return Placement.ROWS, Raw(), f"lookup table, lazy={self._options.lazy}", False
-        if not role.known:
-            return Placement.ARENA, Raw(), "unknown name: loaded as it is in the file", True
-        layout = self._backend.resolve(tensor.type, tensor.shape, role.intent)
-        if layout is not None:
-            return Placement.ARENA, layout, _REASONS[role.intent], False
-        if role.intent == Intent.LOOKUP:
-            return Placement.HOST, Raw(), "lookup table: rows are read on the host", False
-        if Intent.LINEAR in role.intent and self._widens(tensor.type, tensor.shape, role.intent):
-            return Placement.ARENA, F32(), f"{tensor.type.name} widened to F32, which the device can multiply", True
-        device = self._capabilities.device
-        return Placement.HOST, Raw(), f"{device} cannot use {tensor.type.name} as {role.intent}", True
-
-    def _is_lazy(self, tensor: TensorInfo) -> bool:
-        match self._options.lazy:
-            case "off":
-                return False
-            case "auto":
-                return tensor.nbytes >= self._options.lazy_bytes
-            case _:
-                return True
-
-    def _widens(self, ggml_type: GGMLType, shape: tuple[int, ...], intent: Intent) -> bool:
-        return F32().accepts(ggml_type) and self._backend.resolve(BY_NAME["F32"], shape, intent) is not None
-
-    def _slices(self, tensor: TensorInfo, layout: Layout, placement: Placement) -> Iterator[SlicePlan]:
-        """Cut a tensor at rows into slices that one binding and one allocation can hold, and count them."""
-        if placement is Placement.ROWS or tensor.nbytes == 0:
-            return
-        on_device = placement is Placement.ARENA
-        sizes = self.slice_bytes[DEVICE if on_device else HOST]
-        alignment = self._capabilities.slice_alignment if on_device else HOST_ALIGNMENT
-        limit = self._slice_limit() if on_device else None
-        rows_left = tensor.rows
-        while rows_left:
-            rows = rows_left if limit is None else self._rows_within(tensor, layout, rows_left, limit)
-            extent = Extent(type=tensor.type, rows=rows, row_blocks=tensor.row_blocks)
-            nbytes = layout.nbytes(extent)
-            first_block = (tensor.rows - rows_left) * tensor.row_blocks
-            yield SlicePlan(index=len(sizes), extent=extent, first_block=first_block, nbytes=nbytes)
-            sizes.append(nbytes + -nbytes % alignment)
-            rows_left -= rows
-
-    def _slice_limit(self) -> int:
-        """Bytes of the largest slice, padding included."""
-        alignment = self._capabilities.slice_alignment
-        chunk = self._capabilities.max_chunk_bytes
-        limit = min(chunk, self._capabilities.max_slice_bytes or chunk)
-        return limit - limit % alignment
-
-    def _rows_within(self, tensor: TensorInfo, layout: Layout, rows: int, limit: int) -> int:
-        """The most rows, at most ``rows``, whose slice is within ``limit`` bytes."""
-
-        def nbytes(count: int) -> int:
-            return layout.nbytes(Extent(type=tensor.type, rows=count, row_blocks=tensor.row_blocks))
-
-        if nbytes(rows) <= limit:
-            return rows
-        whole = Extent(type=tensor.type, rows=rows, row_blocks=tensor.row_blocks)
-        step = max(1, layout.granule(whole) // tensor.row_blocks)
-        low, high = 0, rows // step  # in steps: low fits, high + 1 does not
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if nbytes(middle * step) <= limit else (low, middle - 1)
-        if low == 0:
-            raise UnsupportedByDeviceError(
-                f"{step} row(s) of {tensor.name} ({tensor.type.name}, {tensor.row_elements:,} elements a row) take "
-                f"{nbytes(step):,} bytes, but {self._capabilities.device} binds at most {limit:,}",
-                backend=self._capabilities.backend,
-                tensor=tensor.name,
-                remedy="Use another backend, or leave the tensor out with select",
-            )
-        return low * step
+    def _slices(self, tensor: TensorInfo, decision: Decision, arena: _ArenaBuilder) -> Iterator[SlicePlan]:
+        if arena.mapped:
+            arena.tensors.append(tensor)
+        limits = None if decision.device is None else self._devices[decision.device]
+        first_block = 0
+        for extent in cut_rows(tensor, decision.layout, limits):
+            nbytes = decision.layout.nbytes(extent)
+            yield SlicePlan(index=arena.add(nbytes), extent=extent, first_block=first_block, nbytes=nbytes)
+            first_block += extent.blocks
 
 
 def _floors(tensors: Iterable[TensorInfo]) -> dict[str, int]:
@@ -358,10 +460,11 @@ def _sources(
     for i in order:
         entry = entries[i]
         for part, slice_plan in enumerate(entry.slices):
+            assert entry.arena is not None
             yield SliceSource(
                 entry=i,
                 part=part,
-                arena=DEVICE if entry.placement is Placement.ARENA else HOST,
+                arena=entry.arena,
                 shard=entry.tensor.shard,
                 offset=entry.tensor.offset + slice_plan.first_block * entry.tensor.type.block_bytes,
                 floor=floors[entry.tensor.name],

@@ -43,8 +43,18 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose_io(shard: Shard, residency: Residency, *, asked: IOMode, copies_only: bool) -> Choice:
-    """The I/O mode for one file. ``copies_only``: every tensor goes to its destination as it is."""
+def choose_io(shard: Shard, residency: Residency, *, asked: IOMode, copies_only: bool, mapped: bool) -> Choice:
+    """The I/O mode for one file.
+
+    Args:
+        shard: The file.
+        residency: What of it is in the page cache.
+        asked: The caller's choice.
+        copies_only: Every tensor goes to its destination as it is.
+        mapped: A device reads pages of the file.
+    """
+    if mapped:
+        return Choice("mmap", "a device reads the file's pages")
     if asked != "auto":
         return Choice(asked, "asked for")
     kind = filesystem_type(shard.identity.device)
@@ -306,6 +316,10 @@ class MappedSource(Source):
 
     def scratch_bytes(self, nbytes: int) -> int:
         return 0
+
+    def pages(self, first: int, last: int) -> Bytes:
+        """Pages ``[first, last)`` of the mapping; the last one ends with the file."""
+        return self._view[first * PAGE : last * PAGE]
 
     def fetch(self, part: Range, scratch: Bytes | None) -> Bytes:
         view = self._view[part.offset : part.offset + part.nbytes]

@@ -36,7 +36,7 @@ class Releaser:
         self._sources = sources
         self._residency = residency
         if page_cache == "auto":
-            page_cache = "drop" if plan.capabilities.memory == "unified" else "auto"
+            page_cache = "drop" if any(device.memory == "unified" for device in plan.devices) else "auto"
         self.page_cache = page_cache
         self.released_bytes = 0
         """Of pages that were unmapped, or evicted from the page cache, or both."""
@@ -48,11 +48,21 @@ class Releaser:
         for entry in plan.entries:
             tensor = entry.tensor
             if entry.placement is Placement.ROWS and tensor.nbytes:  # an empty one may lie anywhere
-                self._kept[tensor.shard].append(page_span(tensor.offset, tensor.nbytes))
-                self._border[tensor.shard].update(_border_pages(tensor.offset, tensor.nbytes))
+                self._keep(tensor.shard, *page_span(tensor.offset, tensor.nbytes))
+        for arena in plan.arenas.values():
+            for span in arena.spans:
+                self._keep(span.shard, span.first, span.last)
+        self._mapped = {arena.name for arena in plan.arenas.values() if arena.spans}
+
+    def _keep(self, shard: int, first: int, last: int) -> None:
+        """Never drop these pages."""
+        self._kept[shard].append((first, last))
+        self._border[shard].update({first, last - 1})
 
     def release(self, part: Range) -> None:
         """All bytes of the range are on the device: drop the pages that nothing else needs."""
+        if part.arena in self._mapped:
+            return
         border = self._border[part.shard]
         for page in _border_pages(part.offset, part.nbytes):
             border[page] -= 1
@@ -70,7 +80,7 @@ class Releaser:
             pages = -(-source.shard.size // PAGE)
             for first, last in sorted([*self._kept[shard], (pages, pages)]):
                 self._drop(shard, position, first)
-                position = last
+                position = max(position, last)
 
     def _drop(self, shard: int, first: int, last: int) -> None:
         if last <= first:

@@ -32,7 +32,7 @@ from ggufstream.errors import OutOfHostMemoryError
 from ggufstream.events import ArenaGrown, Event, Progress, TensorReady
 from ggufstream.layouts import Bytes
 from ggufstream.pages import PAGE, rss_bytes
-from ggufstream.plan import DEVICE, LoadPlan
+from ggufstream.plan import LoadPlan
 from ggufstream.probe import LoopProbe
 from ggufstream.ranges import Range
 from ggufstream.read import Source
@@ -62,7 +62,7 @@ class Stream:
         *,
         load_id: str,
         plan: LoadPlan,
-        backend: Backend,
+        backends: Sequence[Backend],
         sources: Sequence[Source],
         arenas: Mapping[str, Arena],
         releaser: Releaser,
@@ -77,22 +77,22 @@ class Stream:
         """On ``time.perf_counter``."""
         self._load_id = load_id
         self._plan = plan
-        self._backend = backend
+        self._backends = backends
         self._sources = sources
         self._arenas = arenas
         self._releaser = releaser
         self._budget = budget
         self._emit = emit
-        self._alignment = plan.capabilities.plane_alignment
         largest = max((part.nbytes for part in plan.ranges), default=0)
         scratch_bytes = max((source.scratch_bytes(largest) for source in sources), default=0)
         scratch_memory = Counter()
         self._scratch = SlabPool(
             lambda nbytes: HostStaging(nbytes, owner="scratch", counter=scratch_memory), scratch_bytes
         )
-        packed = (staged_bytes(part, self._alignment) for part in plan.ranges if self._is_staged(part))
-        self._staging = SlabPool(backend.staging, max(packed, default=0))
-        self._uploads = Uploads(self._staging)
+        self._staging = [
+            SlabPool(backend.staging, _largest_staged(plan, device)) for device, backend in enumerate(backends)
+        ]
+        self._uploads = Uploads()
         self._charged: dict[int, int] = {}
         # Feed, settle and release have one thread each.
         self._threads = ThreadPoolExecutor(self.workers + 3, thread_name_prefix="ggufstream")
@@ -139,6 +139,8 @@ class Stream:
         with ExitStack() as closing:
             closing.callback(self._threads.shutdown)
             closing.callback(self._scratch.close)
+            for pool in self._staging:
+                closing.callback(pool.close)
             closing.callback(self._uploads.drain)
 
     async def _measure(self) -> None:
@@ -149,16 +151,21 @@ class Stream:
         """Run ``work`` in a thread of the stream's own. Cancelling waits for its end."""
         return await in_thread(work, self._threads)
 
-    def _is_staged(self, part: Range) -> bool:
-        return part.arena == DEVICE and not self._plan.capabilities.direct
+    def _pool(self, part: Range) -> SlabPool:
+        """Staging memory for a range that is staged."""
+        device = self._plan.arenas[part.arena].device
+        assert device is not None
+        return self._staging[device]
 
     def _host_bytes(self, part: Range) -> int:
         """Host memory that a range takes while it is in flight: scratch or mapped pages, and staging."""
+        if self._plan.arenas[part.arena].spans:
+            return 0  # its pages stay
         if self._is_verbatim(part) and self._sources[part.shard].reads_in_place:
             source = 0
         else:
             source = self._scratch.nbytes or part.nbytes + 2 * PAGE
-        return source + (self._staging.nbytes if self._is_staged(part) else 0)
+        return source + (self._pool(part).nbytes if self._plan.is_staged(part) else 0)
 
     def _is_verbatim(self, part: Range) -> bool:
         return all(self._plan.entries[piece.entry].layout.verbatim for piece in part.pieces)
@@ -199,26 +206,32 @@ class Stream:
     def _process(self, part: Range) -> None:
         """Read and pack one range, and submit its upload where it is staged. Runs in a thread."""
         try:
-            arena = self._arenas[part.arena]
-            if not self._is_staged(part):
+            arena, arena_plan = self._arenas[part.arena], self._plan.arenas[part.arena]
+            if arena_plan.spans:
+                self._sources[part.shard].fetch(part, None)  # makes the pages resident; the device reads them there
+                return
+            if not self._plan.is_staged(part):
                 self._fill(part, destinations(part, self._plan, arena))
                 flush(part, self._plan, arena)
                 return
-            staging = self._staging.take()
+            pool, device = self._pool(part), arena_plan.device
+            assert device is not None
+            staging = pool.take()
             try:
-                runs, copies = staged_copies(part, self._plan, arena, staging, self._alignment)
+                alignment = self._plan.devices[device].plane_alignment
+                runs, copies = staged_copies(part, self._plan, arena, staging, alignment)
                 self._fill(part, runs)
-                ticket = self._backend.upload(staging, copies)
+                ticket = self._backends[device].upload(staging, copies)
             except BaseException:
-                self._staging.give(staging)
+                pool.give(staging)
                 raise
-            self._uploads.add(InFlight(part=part, staging=staging, ticket=ticket))
+            self._uploads.add(InFlight(part=part, pool=pool, staging=staging, ticket=ticket))
         except MemoryError as error:
             if isinstance(error, OutOfHostMemoryError):
                 raise
             raise OutOfHostMemoryError(
                 "no host memory to pack a range",
-                backend=self._plan.capabilities.backend,
+                backend=self._plan.backend,
                 needed=part.nbytes,
                 remedy="Lower the staging budget or the number of workers",
             ) from None
@@ -241,7 +254,7 @@ class Stream:
         """Wait for the device, in order of upload; tell what is ready."""
         async with packed, done:
             async for part in packed:
-                if self._is_staged(part):
+                if self._plan.is_staged(part):
                     await self._hop(partial(self._uploads.settle, part))
                 self._progress(part)
                 await done.send(part)
@@ -293,6 +306,19 @@ class Stream:
         self._releaser.finish()
         for source in self._sources:
             source.check_unchanged()
+
+
+def _largest_staged(plan: LoadPlan, device: int) -> int:
+    """Staging memory that the largest range for a device takes; 0 where none is staged."""
+    alignment = plan.devices[device].plane_alignment
+    return max(
+        (
+            staged_bytes(part, alignment)
+            for part in plan.ranges
+            if plan.arenas[part.arena].device == device and plan.is_staged(part)
+        ),
+        default=0,
+    )
 
 
 _CONSEQUENCES = (anyio.BrokenResourceError, anyio.ClosedResourceError)

@@ -22,6 +22,8 @@ class InFlight:
     """A range that the device is copying."""
 
     part: Range
+    pool: SlabPool
+    """Where the staging memory goes back to."""
     staging: Staging
     ticket: Ticket
 
@@ -61,8 +63,7 @@ class SlabPool:
 class Uploads:
     """Tickets that have not finished. Worker threads add them, so that none is lost when its task is cancelled."""
 
-    def __init__(self, pool: SlabPool) -> None:
-        self._pool = pool
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._in_flight: dict[int, InFlight] = {}
 
@@ -80,12 +81,11 @@ class Uploads:
         upload.ticket.wait()
         with self._lock:
             del self._in_flight[part.index]
-        self._pool.give(upload.staging)
+        upload.pool.give(upload.staging)
 
     def drain(self) -> None:
-        """Wait for whatever is in flight, then free all staging memory. For the end of a load, however it ends."""
+        """Wait for whatever is in flight, and free its staging memory. For the end of a load, however it ends."""
         with ExitStack() as memory:
-            memory.callback(self._pool.close)
             while self._in_flight:
                 _, upload = self._in_flight.popitem()
                 memory.callback(upload.staging.close)

@@ -113,7 +113,7 @@ class Device(BackendWrapper):
 
 
 def plan_of(index: FileIndex, backend: Backend | None = None, **options: Any) -> LoadPlan:
-    return make_plan(index, backend=backend or Device(), options=LoadOptions(**options))
+    return make_plan(index, backends=[backend or Device()], options=LoadOptions(**options))
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ggufstream.backends.arena import Arena, fill
+from ggufstream.backends.arena import ChunkArena, fill
 from ggufstream.backends.base import Chunk
 from ggufstream.errors import OutOfDeviceMemoryError
 from ggufstream.layouts import Bytes
@@ -54,8 +54,8 @@ class FakeDevice:
         return self.chunks[-1]
 
 
-def arena_of(device: FakeDevice, sizes: Sequence[int], *, chunk_bytes: int = 1000) -> Arena:
-    return Arena(name="device", allocate=device.allocate, slice_bytes=sizes, chunk_bytes=chunk_bytes)
+def arena_of(device: FakeDevice, sizes: Sequence[int], *, chunk_bytes: int = 1000) -> ChunkArena:
+    return ChunkArena(name="device", allocate=device.allocate, slice_bytes=sizes, chunk_bytes=chunk_bytes)
 
 
 def test_grows_when_a_slice_needs_it() -> None:
@@ -125,7 +125,7 @@ def test_another_error_is_not_taken_for_a_full_device() -> None:
         calls.append(nbytes)
         raise MemoryError("of the host")
 
-    arena = Arena(name="host", allocate=allocate, slice_bytes=[1, 1], chunk_bytes=10)
+    arena = ChunkArena(name="host", allocate=allocate, slice_bytes=[1, 1], chunk_bytes=10)
     with pytest.raises(MemoryError, match="of the host"):
         arena.grow_to(1)
     assert calls == [2]

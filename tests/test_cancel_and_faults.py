@@ -360,7 +360,7 @@ async def cancelled_inside(gate: Gate, work: Any) -> None:
 
 
 STEPS = {
-    "open the backend": ("ggufstream.job.open_backend", 1),
+    "open the backend": ("ggufstream.job.open_for", 1),
     "read the cache's state": ("ggufstream.job.Residency", 1),
     "plan": ("ggufstream.job.make_plan", 1),
     "open a source": ("ggufstream.job.open_source", 1),
@@ -504,7 +504,7 @@ async def test_options_of_an_open_backend_are_not_ignored(path: Path) -> None:
         for change in ({"upload": "staged"}, {"device": "0"}, {"validation": True}):
             with pytest.raises(OptionError, match=next(iter(change))):
                 await ggufstream.load(path, backend=backend, **change)
-        with pytest.raises(OptionError, match="neither a name nor an open backend"):
+        with pytest.raises(OptionError, match="neither the name of a backend nor an open one"):
             await ggufstream.load(path, backend=CpuBackend)  # type: ignore[arg-type]
 
 

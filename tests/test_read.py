@@ -604,7 +604,7 @@ def test_auto(
     monkeypatch.setattr("ggufstream.read.filesystem_type", lambda device: kind)
     residency = Residency(-1, 0)
     residency.pages = np.arange(10) < 10 * cached
-    choice = choose_io(file.shard, residency, asked="auto", copies_only=copies_only)
+    choice = choose_io(file.shard, residency, asked="auto", copies_only=copies_only, mapped=False)
     assert choice.mode == mode
     assert word in choice.reason
 
@@ -614,7 +614,7 @@ def test_what_is_asked_for_is_taken(file: File, asked: IOMode) -> None:
     for cached in (True, False):
         residency = Residency(-1, 0)
         residency.pages = np.array([cached])
-        assert choose_io(file.shard, residency, asked=asked, copies_only=cached) == (asked, "asked for")
+        assert choose_io(file.shard, residency, asked=asked, copies_only=cached, mapped=False) == (asked, "asked for")
 
 
 def test_modes_open_their_sources(file: File) -> None:

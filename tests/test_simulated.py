@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ggufstream.backends.arena import Arena
+from ggufstream.backends.arena import Arena, ChunkArena
 from ggufstream.backends.base import Backend, Chunk, Copy, Intent, Staging, Ticket
 from ggufstream.backends.host_memory import Counter, DoneTicket, HostChunk, HostStaging, anonymous_memory, copy_now
 from ggufstream.backends.simulated import PROFILES, SimulatedBackend
@@ -277,7 +277,7 @@ def test_every_byte_arrives(
     with device_of(kind, plane_alignment) as backend, ExitStack() as stack:
         load_plan = plan_of(index, backend, range_bytes=4096, lazy="off")
         capabilities = backend.capabilities
-        arena = Arena(
+        arena = ChunkArena(
             name=DEVICE,
             allocate=backend.allocate,
             slice_bytes=load_plan.arenas[DEVICE].slice_bytes,
@@ -287,7 +287,8 @@ def test_every_byte_arrives(
         arena.grow_to(len(load_plan.arenas[DEVICE].slice_bytes) - 1)
         assert arena.used_bytes == arena.planned_bytes
         pool = SlabPool(backend.staging, max(staged_bytes(part, plane_alignment) for part in load_plan.ranges))
-        uploads = Uploads(pool)
+        stack.callback(pool.close)
+        uploads = Uploads()
         stack.callback(uploads.drain)
         for part in data.draw(st.permutations(load_plan.ranges)):
             source = file[part.offset : part.offset + part.nbytes]
@@ -321,7 +322,7 @@ def send(
     assert all(copy.source_offset >= end for copy, end in zip(copies[1:], ends, strict=False))
     assert max(ends) <= staged_bytes(part, alignment) <= staging.nbytes
     pack(part, load_plan, source, runs)
-    uploads.add(InFlight(part=part, staging=staging, ticket=backend.upload(staging, copies)))
+    uploads.add(InFlight(pool=pool, part=part, staging=staging, ticket=backend.upload(staging, copies)))
 
 
 def check_slices(load_plan: LoadPlan, file: Bytes, arena: Arena, backend: Backend) -> None:
@@ -354,9 +355,9 @@ class FakeTicket(DoneTicket):
 
 
 def flying(pool: SlabPool, tickets: Sequence[Ticket]) -> Uploads:
-    uploads = Uploads(pool)
+    uploads = Uploads()
     for number, ticket in enumerate(tickets):
-        uploads.add(InFlight(part=part_number(number), staging=pool.take(), ticket=ticket))
+        uploads.add(InFlight(pool=pool, part=part_number(number), staging=pool.take(), ticket=ticket))
     return uploads
 
 
@@ -371,9 +372,11 @@ def test_staging_memory_is_used_again_once_its_upload_is_done() -> None:
     assert counter.live == 2, "a new one was allocated though one is free"
     assert log == [1]
     uploads.drain()
+    pool.close()
     assert log == [1, 0]
     assert (counter.live, counter.live_bytes) == (0, 0)
     uploads.drain()
+    pool.close()
 
 
 def test_a_lost_device_gives_its_staging_memory_back() -> None:
@@ -385,4 +388,5 @@ def test_a_lost_device_gives_its_staging_memory_back() -> None:
         uploads.settle(part_number(0))
     assert counter.live == 3, "the device may still be reading"
     uploads.drain()
+    pool.close()
     assert counter.live == 0

@@ -1,0 +1,264 @@
+"""What becomes of one tensor: its device, placement, layout and slices, and why. Pure; ``plan`` alone uses it.
+
+The order of decisions; the first that speaks wins:
+
+1. A table that is only looked up and that the lazy mode leaves in the file stays there, whatever an override says.
+2. An override by the caller.
+3. The resolve ladder: as the device takes it, else F16 and BF16 widened to F32, else on the host.
+
+Where the device reads host pages, a tensor that goes in unchanged is not copied: the device maps the file's pages.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from ggufstream.backends.base import Backend, Capabilities
+from ggufstream.errors import OptionError, UnsupportedByDeviceError
+from ggufstream.ggml_types import BY_NAME, GGMLType
+from ggufstream.gguf_layout import TensorInfo
+from ggufstream.layouts import F32, Extent, Layout, Raw
+from ggufstream.options import Intent, LoadOptions, Placement
+from ggufstream.roles import Role
+
+__all__ = ["Decider", "Decision", "Overrides", "cut_rows", "slice_limit"]
+
+_REASONS: Mapping[Intent, str] = {
+    Intent.LINEAR: "matrix",
+    Intent.BINDABLE: "bound as it is",
+    Intent.LOOKUP: "lookup table",
+    Intent.LINEAR | Intent.LOOKUP: "matrix and lookup table: rows come from the same copy, so it is never lazy",
+    Intent.LINEAR | Intent.BINDABLE: "matrix, bound too",
+    Intent.BINDABLE | Intent.LOOKUP: "lookup table, bound too",
+    Intent.LINEAR | Intent.BINDABLE | Intent.LOOKUP: "matrix and lookup table, bound too",
+}
+"""Why a tensor is on the device, where nothing stood in the way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Where one tensor goes, and how it lies there."""
+
+    placement: Placement
+    layout: Layout
+    reason: str
+    device: int | None = None
+    """Index of the device; ``None`` for ``HOST`` and ``ROWS``."""
+    mapped: bool = False
+    """The device reads the file's own pages."""
+    is_fallback: bool = False
+
+
+class _Override(NamedTuple):
+    pattern: re.Pattern[str]
+    where: str
+    placement: Placement
+    device: int | None
+
+
+class Overrides:
+    """The caller's overrides, in order. Remembers which patterns have matched.
+
+    Raises:
+        OptionError: A pattern is no regular expression, or a place does not exist.
+    """
+
+    def __init__(self, overrides: Sequence[tuple[str, str]], *, devices: int) -> None:
+        self._overrides = [_parse(pattern, where, devices) for pattern, where in overrides]
+        self._unmatched = dict.fromkeys(range(len(self._overrides)))
+
+    def find(self, name: str) -> _Override | None:
+        """The first override whose pattern is found in ``name``."""
+        found = None
+        for i, override in enumerate(self._overrides):
+            if override.pattern.search(name):
+                self._unmatched.pop(i, None)
+                found = found or override
+        return found
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """A line for each pattern that matched nothing so far."""
+        unmatched = (self._overrides[i] for i in self._unmatched)
+        return tuple(f"override {o.pattern.pattern!r} → {o.where} matches no tensor" for o in unmatched)
+
+
+def _parse(pattern: str, where: str, devices: int) -> _Override:
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise OptionError(f"override {pattern!r} is not a regular expression ({error})") from None
+    match = re.fullmatch(r"device:([0-9]{1,4})", where)
+    if match is not None and int(match[1]) < devices:
+        return _Override(compiled, where, Placement.ARENA, int(match[1]))
+    if where in Placement.__members__:
+        return _Override(compiled, where, Placement(where), None)
+    raise OptionError(
+        f"override {pattern!r}: there is no place {where!r}",
+        remedy=f"Choose ARENA, HOST, ROWS, or device:0 to device:{devices - 1}",
+    )
+
+
+class Decider:
+    """Decides tensor by tensor.
+
+    Args:
+        backends: The devices.
+        options: The caller's options.
+        overrides: The caller's overrides, parsed.
+        device_of_layer: Index of the device for each layer.
+    """
+
+    def __init__(
+        self,
+        backends: Sequence[Backend],
+        options: LoadOptions,
+        overrides: Overrides,
+        device_of_layer: Mapping[int, int],
+    ) -> None:
+        self._backends = backends
+        self._capabilities = [backend.capabilities for backend in backends]
+        self._options = options
+        self._overrides = overrides
+        self._device_of_layer = device_of_layer
+
+    def is_lazy(self, tensor: TensorInfo, intent: Intent) -> bool:
+        """Whether the lazy mode leaves this tensor in the file."""
+        if intent != Intent.LOOKUP:
+            return False
+        match self._options.lazy:
+            case "off":
+                return False
+            case "auto":
+                return tensor.nbytes >= self._options.lazy_bytes
+            case _:
+                return True
+
+    def decide(self, tensor: TensorInfo, role: Role) -> Decision:
+        """Where this tensor goes.
+
+        Raises:
+            OptionError: An override asks for what cannot be.
+        """
+        override = self._overrides.find(tensor.name)  # asked in any case: a pattern that only meets lazy tables matches
+        if self.is_lazy(tensor, role.intent):
+            return Decision(placement=Placement.ROWS, layout=Raw(), reason=f"lookup table, lazy={self._options.lazy}")
+        device = self._device_of_layer[role.layer]
+        if override is None:
+            return self._resolve(tensor, role, device)
+        because = f"override {override.pattern.pattern!r}"
+        match override.placement:
+            case Placement.HOST:
+                return Decision(placement=Placement.HOST, layout=Raw(), reason=because)
+            case Placement.ROWS:
+                if role.intent != Intent.LOOKUP:
+                    raise OptionError(
+                        f"override {override.pattern.pattern!r} leaves {tensor.name} in the file, but it is wanted as "
+                        f"{role.intent}, not only by row",
+                        remedy="Choose HOST, or give it the intent LOOKUP",
+                    )
+                return Decision(placement=Placement.ROWS, layout=Raw(), reason=because)
+            case _:
+                chosen = self._resolve(tensor, role, device if override.device is None else override.device)
+                return replace(chosen, reason=f"{chosen.reason}; {because}")
+
+    def _resolve(self, tensor: TensorInfo, role: Role, device: int) -> Decision:
+        """The resolve ladder: as the device takes it, else widened, else on the host; each step down has a reason."""
+        backend, name = self._backends[device], self._capabilities[device].device
+        if not role.known:
+            return self._on_device(tensor, device, Raw(), "unknown name: loaded as it is in the file", is_fallback=True)
+        layout = backend.resolve(tensor.type, tensor.shape, role.intent)
+        if layout is not None:
+            return self._on_device(tensor, device, layout, _REASONS[role.intent])
+        if role.intent == Intent.LOOKUP:
+            return Decision(placement=Placement.HOST, layout=Raw(), reason="lookup table: rows are read on the host")
+        if Intent.LINEAR in role.intent and _widens(backend, tensor.type, tensor.shape, role.intent):
+            reason = f"{tensor.type.name} widened to F32, which the device can multiply"
+            return self._on_device(tensor, device, F32(), reason, is_fallback=True)
+        reason = f"{name} cannot use {tensor.type.name} as {role.intent}"
+        return Decision(placement=Placement.HOST, layout=Raw(), reason=reason, is_fallback=True)
+
+    def _on_device(
+        self, tensor: TensorInfo, device: int, layout: Layout, reason: str, *, is_fallback: bool = False
+    ) -> Decision:
+        mapped, why_not = self._can_map(tensor, layout, self._capabilities[device])
+        if mapped:
+            reason += "; the device reads the file's pages"
+        elif why_not:
+            reason += f"; copied, because {why_not}"
+        return Decision(
+            placement=Placement.ARENA,
+            layout=layout,
+            reason=reason,
+            device=device,
+            mapped=mapped,
+            is_fallback=is_fallback,
+        )
+
+    def _can_map(self, tensor: TensorInfo, layout: Layout, capabilities: Capabilities) -> tuple[bool, str]:
+        """Whether the device reads this tensor where it lies in the file; else why not, where that was wanted."""
+        wanted = self._options.upload == "alias" or (
+            self._options.upload == "auto" and self._options.io in {"auto", "mmap"} and capabilities.prefers_mapping
+        )
+        if not wanted or tensor.nbytes == 0:
+            return False, ""
+        if not layout.verbatim:
+            return False, f"layout {layout.name} is not the file's"
+        if tensor.offset % capabilities.slice_alignment:
+            return False, f"its offset is not a multiple of {capabilities.slice_alignment}"
+        if tensor.nbytes > slice_limit(capabilities):
+            return False, f"one binding reaches {slice_limit(capabilities):,} bytes"
+        return True, ""
+
+
+def _widens(backend: Backend, ggml_type: GGMLType, shape: tuple[int, ...], intent: Intent) -> bool:
+    return F32().accepts(ggml_type) and backend.resolve(BY_NAME["F32"], shape, intent) is not None
+
+
+def slice_limit(capabilities: Capabilities) -> int:
+    """Bytes of the largest slice that one binding and one allocation can hold, padding included."""
+    chunk = capabilities.max_chunk_bytes
+    limit = min(chunk, capabilities.max_slice_bytes or chunk)
+    return limit - limit % capabilities.slice_alignment
+
+
+def cut_rows(tensor: TensorInfo, layout: Layout, capabilities: Capabilities | None) -> Iterator[Extent]:
+    """Cut a tensor at rows into slices within the device's limits; one slice where there are none (``None``).
+
+    Raises:
+        UnsupportedByDeviceError: One row, or the rows that the layout keeps together, exceed a limit.
+    """
+    rows_left = tensor.rows
+    while rows_left:
+        rows = rows_left if capabilities is None else _rows_within(tensor, layout, rows_left, capabilities)
+        yield Extent(type=tensor.type, rows=rows, row_blocks=tensor.row_blocks)
+        rows_left -= rows
+
+
+def _rows_within(tensor: TensorInfo, layout: Layout, rows: int, capabilities: Capabilities) -> int:
+    """The most rows, at most ``rows``, whose slice is within the limit."""
+    limit = slice_limit(capabilities)
+
+    def nbytes(count: int) -> int:
+        return layout.nbytes(Extent(type=tensor.type, rows=count, row_blocks=tensor.row_blocks))
+
+    if nbytes(rows) <= limit:
+        return rows
+    whole = Extent(type=tensor.type, rows=rows, row_blocks=tensor.row_blocks)
+    step = max(1, layout.granule(whole) // tensor.row_blocks)
+    low, high = 0, rows // step  # in steps: low fits, high + 1 does not
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if nbytes(middle * step) <= limit else (low, middle - 1)
+    if low == 0:
+        raise UnsupportedByDeviceError(
+            f"{step} row(s) of {tensor.name} ({tensor.type.name}, {tensor.row_elements:,} elements a row) take "
+            f"{nbytes(step):,} bytes, but {capabilities.device} binds at most {limit:,}",
+            backend=capabilities.backend,
+            tensor=tensor.name,
+            remedy="Use another backend, or leave the tensor out with select",
+        )
+    return low * step
