@@ -6,18 +6,36 @@ Serves every backend whose arithmetic is the host's: ``cpu_scalar``, ``cpu``, si
 from __future__ import annotations
 
 import math
+import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from concurrent.futures import Executor, wait
+from contextlib import suppress
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from ggufstream.backends.base import Chunk, Slice
+from ggufstream.backends.blockwise import BLOCKWISE, MAX_VECTORS, BlockwiseProduct, piece_rows
 from ggufstream.backends.decode import decode
 from ggufstream.errors import OptionError
-from ggufstream.layouts import Bytes
+from ggufstream.layouts import X8, Bytes, Extent, Raw
+from ggufstream.layouts.x8 import ROWS
 
-__all__ = ["Multiply", "Read", "check_operand", "linear_by_decoding", "multiply_in_order", "multiply_with_blas"]
+__all__ = [
+    "HELPERS",
+    "Multiply",
+    "Read",
+    "check_operand",
+    "linear_by_decoding",
+    "linear_on_host",
+    "multiply_in_order",
+    "multiply_with_blas",
+]
+
+HELPERS = min(len(os.sched_getaffinity(0)), 16) - 1 if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1) - 1
+"""Threads that help the calling one: together as many as there are processors, within reason."""
 
 _Floats: TypeAlias = npt.NDArray[np.float32]
 
@@ -31,8 +49,8 @@ Read: TypeAlias = Callable[[Chunk, int, Bytes], None]
 Multiply: TypeAlias = Callable[[_Floats, _Floats], _Floats]
 """``(n, n_in)`` and ``(rows, n_in)`` give ``(n, rows)``."""
 
-_PIECE_ELEMENTS = 1 << 20
-"""Decoded at a time: 4 MiB of float32, near what a core's cache holds, and as much again of work."""
+_PIECE_ELEMENTS = 1 << 18
+"""Decoded at a time: 1 MiB of float32 and as much again of work, within a core's second-level cache."""
 
 
 def check_operand(weight: Sequence[Slice], x: _Floats) -> tuple[int, int]:
@@ -54,12 +72,21 @@ def check_operand(weight: Sequence[Slice], x: _Floats) -> tuple[int, int]:
     return sum(part.extent.rows for part in weight), n_in
 
 
-def linear_by_decoding(read: Read, weight: Sequence[Slice], x: _Floats, multiply: Multiply) -> _Floats:
+def linear_by_decoding(
+    read: Read, weight: Sequence[Slice], x: _Floats, multiply: Multiply, *, threads: Executor | None = None
+) -> _Floats:
     """``x @ W.T`` by decoding ``weight`` in pieces of whole rows, in any layout.
 
     Pieces depend on the weight alone, never on ``x``: with a ``multiply`` that treats each vector alike, a vector's
-    result is the same in any batch. Host memory used besides the result: a few MiB, or a few rows where one row is
-    more.
+    result is the same in any batch. Host memory used besides the result: a few MiB a thread, or a few rows where one
+    row is more.
+
+    Args:
+        read: How to get at a chunk's bytes.
+        weight: The slices of one matrix in row order.
+        x: Shape ``(n, n_in)``.
+        multiply: The product with decoded rows.
+        threads: Help the calling thread, where given.
 
     Returns:
         Shape ``(n, rows)``.
@@ -70,33 +97,129 @@ def linear_by_decoding(read: Read, weight: Sequence[Slice], x: _Floats, multiply
     """
     rows, n_in = check_operand(weight, x)
     y = np.zeros((x.shape[0], rows), np.float32)
-    done = 0
-    for blocks, part in _pieces(read, weight):
-        decoded = decode(part.extent.type, blocks).reshape(-1, n_in)
-        y[:, done : done + len(decoded)] = multiply(x, decoded)
-        done += len(decoded)
+
+    def work(piece: _Piece) -> None:
+        decoded = decode(piece.part.extent.type, _file_bytes(read, piece)).reshape(-1, n_in)
+        y[:, piece.row : piece.row + len(decoded)] = multiply(x, decoded)
+
+    _for_each(work, _pieces(weight, _rows_to_decode), threads)
     return y
 
 
-def _pieces(read: Read, weight: Sequence[Slice]) -> Iterator[tuple[Bytes, Slice]]:
-    """File bytes of the weight's rows, a few MiB at a time. Each piece is overwritten by the next."""
+def linear_on_host(weight: Sequence[Slice], x: _Floats, *, threads: Executor | None) -> _Floats:
+    """``x @ W.T`` for a weight in mapped memory: block by block where the type and the number of vectors allow that
+    (see :mod:`ggufstream.backends.blockwise`), else by decoding. Otherwise as :func:`linear_by_decoding`.
+    """
+    if not weight or len(x) > MAX_VECTORS or len(x) == 0 or not all(map(_is_blockwise, weight)):
+        return linear_by_decoding(_read_mapped, weight, x, multiply_with_blas, threads=threads)
+    rows, _ = check_operand(weight, x)
+    y = np.zeros((x.shape[0], rows), np.float32)
+    products = {
+        interleaved: BlockwiseProduct(weight[0].extent, x, interleaved=interleaved) for interleaved in (False, True)
+    }
+
+    def work(piece: _Piece) -> None:
+        part, extent = piece.part, piece.part.extent
+        interleaved = extent.rows - extent.rows % ROWS if isinstance(part.layout, X8) else 0
+        done = piece.first_row
+        last = piece.first_row + piece.rows
+        for end, product in ((min(interleaved, last), products[True]), (last, products[False])):
+            if done < end:
+                row = piece.row + done - piece.first_row
+                y[:, row : row + end - done] = product(_mapped(part, done, end))
+                done = end
+
+    _for_each(work, _pieces(weight, piece_rows), threads)
+    return y
+
+
+def _is_blockwise(part: Slice) -> bool:
+    return part.extent.type.name in BLOCKWISE and isinstance(part.layout, Raw | X8) and part.chunk.view is not None
+
+
+def _mapped(part: Slice, first_row: int, end: int) -> Bytes:
+    """Rows in a layout that keeps each granule's bytes together, where they lie."""
+    row_bytes = part.extent.row_blocks * part.extent.type.block_bytes
+    assert part.chunk.view is not None
+    return part.chunk.view[part.offset + first_row * row_bytes : part.offset + end * row_bytes]
+
+
+def _read_mapped(chunk: Chunk, offset: int, destination: Bytes) -> None:
+    assert chunk.view is not None
+    np.copyto(destination, chunk.view[offset : offset + destination.size])
+
+
+class _Piece(NamedTuple):
+    """Some rows of a slice."""
+
+    part: Slice
+    row: int
+    """The first row, counted in the weight."""
+    first_row: int
+    """The first row, counted in the slice."""
+    rows: int
+
+
+def _rows_to_decode(extent: Extent) -> int:
+    return max(1, _PIECE_ELEMENTS // max(1, extent.row_blocks * extent.type.block_elements))
+
+
+def _pieces(weight: Sequence[Slice], size: Callable[[Extent], int]) -> Iterator[_Piece]:
+    """The weight in pieces of about ``size(extent)`` rows, and of whole granules of its layout."""
+    row = 0
     for part in weight:
-        extent, layout = part.extent, part.layout
-        if extent.blocks == 0:
-            continue
-        # Whole rows for the product, whole granules for the layout.
-        unit = math.lcm(extent.row_blocks, layout.granule(extent))
-        step = unit * max(1, _PIECE_ELEMENTS // (unit * extent.type.block_elements))
-        file_bytes = np.empty(min(step, extent.blocks) * extent.type.block_bytes, np.uint8)
-        for first in range(0, extent.blocks, step):
-            count = min(step, extent.blocks - first)
-            packed = []
-            for run in layout.runs(extent, first, count):
-                packed.append(np.empty(run.nbytes, np.uint8))
-                read(part.chunk, part.offset + run.offset, packed[-1])
-            blocks = file_bytes[: count * extent.type.block_bytes]
-            layout.unpack(extent, packed, blocks)
-            yield blocks, part
+        extent = part.extent
+        if extent.blocks:
+            unit = math.lcm(extent.row_blocks, part.layout.granule(extent)) // extent.row_blocks
+            step = unit * max(1, size(extent) // unit)
+            for first in range(0, extent.rows, step):
+                yield _Piece(part, row + first, first, min(step, extent.rows - first))
+        row += extent.rows
+
+
+def _file_bytes(read: Read, piece: _Piece) -> Bytes:
+    """The piece as it is in the file."""
+    part, extent, layout = piece.part, piece.part.extent, piece.part.layout
+    packed = []
+    for run in layout.runs(extent, piece.first_row * extent.row_blocks, piece.rows * extent.row_blocks):
+        packed.append(np.empty(run.nbytes, np.uint8))
+        read(part.chunk, part.offset + run.offset, packed[-1])
+    if layout.verbatim:
+        return packed[0]
+    blocks = np.empty(piece.rows * extent.row_blocks * extent.type.block_bytes, np.uint8)
+    layout.unpack(extent, packed, blocks)
+    return blocks
+
+
+def _for_each(work: Callable[[_Piece], None], pieces: Iterator[_Piece], threads: Executor | None) -> None:
+    """Do ``work`` for every piece, in this thread and in those of ``threads``; each takes the next piece when it is
+    free. Returns when all have ended; after an error no further piece is begun.
+    """
+    if threads is None:
+        for piece in pieces:
+            work(piece)
+        return
+    queue = deque(pieces)
+
+    def next_piece() -> _Piece | None:
+        with suppress(IndexError):
+            return queue.popleft()
+        return None
+
+    def take() -> None:
+        try:
+            while (piece := next_piece()) is not None:
+                work(piece)
+        finally:
+            queue.clear()
+
+    helpers = [threads.submit(take) for _ in range(min(HELPERS, len(queue) - 1))]
+    try:
+        take()
+    finally:
+        wait(helpers)
+    for helper in helpers:
+        helper.result()
 
 
 def multiply_in_order(x: _Floats, w: _Floats) -> _Floats:

@@ -19,7 +19,7 @@ from ggufstream.backends.cpu_scalar import CpuScalarBackend
 from ggufstream.backends.decode import DECODABLE, decode
 from ggufstream.backends.products import multiply_in_order
 from ggufstream.ggml_types import BY_NAME, GGMLType
-from ggufstream.layouts import Bytes, Extent, Layout, Planar, Raw
+from ggufstream.layouts import X8, Bytes, Extent, Layout, Planar, Raw
 
 
 def open_backend(name: str, device: str | None) -> Backend:
@@ -78,6 +78,7 @@ def place(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=["cpu", "cpu_scalar", "vulkan"], default="vulkan")
+    parser.add_argument("--layout", choices=["raw", "planar", "x8"], help="default: planar for vulkan, else raw")
     parser.add_argument("--device", help="part of the device's name, such as llvmpipe")
     parser.add_argument("--type", action="append", choices=["all", *sorted(DECODABLE)], help="default: Q8_0")
     parser.add_argument("--rows", type=int, default=262_144)
@@ -94,7 +95,8 @@ def main() -> None:
             row_blocks = n_in // ggml_type.block_elements
             blocks = random_blocks(ggml_type, options.rows * row_blocks)
             some = decode(ggml_type, blocks[: 64 * row_blocks * ggml_type.block_bytes]).reshape(-1, n_in)
-            layout: Layout = Planar() if options.backend == "vulkan" else Raw()
+            layouts: dict[str, Layout] = {"raw": Raw(), "planar": Planar(), "x8": X8()}
+            layout = layouts[options.layout or ("planar" if options.backend == "vulkan" else "raw")]
             with ExitStack() as stack:
                 weight = place(stack, backend, blocks, ggml_type, row_blocks, layout)
                 for n in options.batch or [1, 4]:
@@ -108,7 +110,7 @@ def main() -> None:
                     want = multiply_in_order(x, some)
                     difference = np.abs(y[:, : len(some)] - want).max() / np.abs(want).max()
                     print(
-                        f"{name:7} {n_in} in, batch {n:3}: {min(seconds):8.4f} s  "
+                        f"{name:7} {layout.name:6} {n_in} in, batch {n:3}: {min(seconds):8.4f} s  "
                         f"{blocks.size / min(seconds) / 1e9:7.2f} GB/s  difference {difference:.1e}"
                     )
 

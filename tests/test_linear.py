@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -10,14 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ggufstream.backends.base import Backend, Slice
+from ggufstream.backends.base import Backend, Intent, Slice
 from ggufstream.backends.cpu import CpuBackend
 from ggufstream.backends.cpu_scalar import CpuScalarBackend
 from ggufstream.backends.decode import DECODABLE, decode
 from ggufstream.backends.products import linear_by_decoding, multiply_in_order
 from ggufstream.errors import OptionError, UnsupportedByDeviceError
 from ggufstream.ggml_types import BY_NAME
-from ggufstream.layouts import F32, Layout, Planar, Raw
+from ggufstream.layouts import F32, X8, Layout, Planar, Raw
 from tests.weights import finite_blocks, placed, relative_difference
 
 WITHIN = 1e-5
@@ -70,6 +71,67 @@ def test_slices_layouts_and_batches(backend: Backend, layout: Layout, cuts: tupl
     with ExitStack() as stack:
         weight = placed(stack, backend, blocks, ggml_type, row_blocks=row_blocks, layout=layout, cuts=cuts, lead=100)
         check(backend, weight, w, n)
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("layout", [Raw(), X8()], ids=["raw", "x8"])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize(("rows", "row_blocks"), [(7, 1), (64, 4), (77, 3), (600, 10)])
+def test_block_by_block(backend: Backend, name: str, layout: Layout, n: int, rows: int, row_blocks: int) -> None:
+    ggml_type = BY_NAME[name]
+    blocks = finite_blocks(ggml_type, rows * row_blocks, seed=9)
+    w = decode(ggml_type, blocks).reshape(rows, -1)
+    with ExitStack() as stack:
+        weight = placed(stack, backend, blocks, ggml_type, row_blocks=row_blocks, layout=layout, cuts=(rows // 3,))
+        check(backend, weight, w, n)
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "Q4_K"])
+@pytest.mark.parametrize("layout", [Raw(), X8()], ids=["raw", "x8"])
+def test_blocks_that_are_not_finite_stay_so(name: str, layout: Layout) -> None:
+    ggml_type = BY_NAME[name]
+    blocks = finite_blocks(ggml_type, 40 * 2, seed=10)
+    scales = blocks.view(ggml_type.block_dtype)["d"]
+    for block, value in ((0, np.inf), (21, -np.inf), (50, np.nan), (61, 2.0**-24), (62, -0.0), (63, 65504.0)):
+        scales[block] = np.float16(value).tobytes()
+    x = vectors(2, 2 * ggml_type.block_elements)
+    with CpuScalarBackend() as reference, CpuBackend() as backend, ExitStack() as stack:
+        want = reference.linear(placed(stack, reference, blocks, ggml_type, row_blocks=2, layout=Raw()), x)
+        got = backend.linear(placed(stack, backend, blocks, ggml_type, row_blocks=2, layout=layout), x)
+    finite = np.isfinite(want)
+    assert np.array_equal(finite, np.isfinite(got))
+    assert (~finite).sum() == 6
+    assert np.abs(got - want)[finite].max() / np.abs(want[finite]).max() < WITHIN
+
+
+def test_x8_is_chosen_on_request_only() -> None:
+    types = [BY_NAME[name] for name in ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "F32")]
+    with CpuBackend() as backend, CpuBackend(interleave=True) as interleaving:
+        assert {layout.name for t in types if (layout := backend.resolve(t, (16, 256), Intent.LINEAR))} == {"raw"}
+        names = [layout.name for t in types if (layout := interleaving.resolve(t, (16, 256), Intent.LINEAR))]
+        assert names == ["x8", "x8", "x8", "raw", "raw"]
+        for intent in (Intent.LOOKUP, Intent.BINDABLE, Intent.LINEAR | Intent.LOOKUP):
+            layout = interleaving.resolve(types[0], (16, 256), intent)
+            assert layout is not None
+            assert layout.name == "raw"
+
+
+def test_an_error_in_a_thread_is_raised(stack: ExitStack) -> None:
+    backend = stack.enter_context(CpuBackend())
+    blocks = np.zeros(6000 * 2 * BY_NAME["IQ2_XXS"].block_bytes, np.uint8)
+    weight = placed(stack, backend, blocks, BY_NAME["IQ2_XXS"], row_blocks=2, layout=Raw())
+    with pytest.raises(UnsupportedByDeviceError, match="IQ2_XXS"):
+        backend.linear(weight, vectors(1, 512))
+
+
+def test_threads_end_with_the_backend() -> None:
+    blocks = finite_blocks(BY_NAME["Q4_0"], 6000 * 8, seed=11)
+    with CpuBackend() as backend, ExitStack() as stack:
+        weight = placed(stack, backend, blocks, BY_NAME["Q4_0"], row_blocks=8, layout=Raw())
+        first = backend.linear(weight, vectors(1, 256))
+        backend.close()
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("ggufstream-cpu")]
+        assert np.array_equal(backend.linear(weight, vectors(1, 256)), first)
 
 
 def test_a_weight_of_several_pieces(backend: Backend) -> None:
