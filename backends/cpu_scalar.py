@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,12 +15,14 @@ from ggufstream.backends.host_memory import (
     Counter,
     HostChunk,
     HostStaging,
+    MappedChunk,
     copy_now,
     memory_statistics,
 )
 from ggufstream.backends.products import linear_by_decoding, multiply_in_order
 from ggufstream.ggml_types import GGMLType
 from ggufstream.layouts import Bytes, Layout, Raw
+from ggufstream.pages import available_memory
 
 __all__ = ["CpuScalarBackend"]
 
@@ -31,6 +34,7 @@ class CpuScalarBackend(Backend):
 
     def __init__(self, *, direct: bool = True) -> None:
         self._chunks = Counter()
+        self._mapped = Counter()
         self._staging = Counter()
         self._capabilities = Capabilities(
             backend=self.name,
@@ -41,18 +45,22 @@ class CpuScalarBackend(Backend):
             chunk_bytes=HOST_CHUNK_BYTES,
             max_chunk_bytes=1 << 46,
             max_slice_bytes=None,
-            slice_alignment=64,
+            slice_alignment=32,  # what files have, so that nearly all of a file can be used where it is
+            maps_files=True,
         )
 
     @property
     def capabilities(self) -> Capabilities:
-        return self._capabilities
+        return replace(self._capabilities, budget_bytes=available_memory())
 
     def resolve(self, ggml_type: GGMLType, shape: tuple[int, ...], intent: Intent) -> Layout | None:
         return Raw()
 
     def allocate(self, nbytes: int) -> Chunk:
         return HostChunk(nbytes, owner=self.name, counter=self._chunks)
+
+    def map_pages(self, pages: Bytes) -> Chunk:
+        return MappedChunk(pages, self._mapped)
 
     def staging(self, nbytes: int) -> Staging:
         return HostStaging(nbytes, owner=self.name, counter=self._staging)
@@ -68,7 +76,7 @@ class CpuScalarBackend(Backend):
         return linear_by_decoding(self.read, weight, x, multiply_in_order)
 
     def statistics(self) -> dict[str, Any]:
-        return memory_statistics(self._chunks, self._staging)
+        return memory_statistics(self._chunks, self._staging) | {"mapped_bytes": self._mapped.live_bytes}
 
     def close(self) -> None:
         return

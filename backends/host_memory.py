@@ -13,6 +13,7 @@ import numpy as np
 from ggufstream.backends.base import Chunk, Copy, Staging, Ticket
 from ggufstream.errors import OutOfHostMemoryError
 from ggufstream.layouts import Bytes
+from ggufstream.pages import PAGE
 
 __all__ = [
     "HOST_CHUNK_BYTES",
@@ -89,10 +90,14 @@ class _HostMemory:
     """Bytes that count themselves in ``counter`` while they are open."""
 
     def __init__(self, view: Bytes, counter: Counter) -> None:
-        self.nbytes = view.size
+        self.nbytes = self._counted(view)
         self._view: Bytes | None = view
         self._counter = counter
         counter.add(self.nbytes)
+
+    @staticmethod
+    def _counted(view: Bytes) -> int:
+        return view.size
 
     @property
     def handle(self) -> int:
@@ -119,7 +124,11 @@ class HostChunk(_HostMemory, Chunk):
 
 
 class MappedChunk(_HostMemory, Chunk):
-    """Pages of a mapped file."""
+    """Whole pages of a mapped file, of which the last may end with the file."""
+
+    @staticmethod
+    def _counted(view: Bytes) -> int:
+        return view.size + -view.size % PAGE
 
 
 class HostStaging(_HostMemory, Staging):

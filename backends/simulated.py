@@ -9,63 +9,24 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ggufstream.backends.base import Backend, Capabilities, Chunk, Copy, Intent, Slice, Staging, Ticket
-from ggufstream.backends.host_memory import Counter, HostChunk, HostStaging, memory_statistics
+from ggufstream.backends.host_memory import Counter, HostChunk, HostStaging, MappedChunk, memory_statistics
 from ggufstream.backends.products import linear_by_decoding, multiply_with_blas
+from ggufstream.backends.profiles import PROFILES
 from ggufstream.errors import DeviceLostError, OptionError, OutOfDeviceMemoryError, UnsupportedByDeviceError
 from ggufstream.file_bytes import pread_into
 from ggufstream.ggml_types import GGMLType
 from ggufstream.layouts import Bytes, Layout, Planar, Raw
 
 __all__ = ["PROFILES", "SimulatedBackend"]
-
-PROFILES: Mapping[str, Capabilities] = MappingProxyType(
-    {
-        "discrete-24g": Capabilities(
-            backend="simulated:discrete-24g",
-            device="simulated discrete GPU, 24 GiB",
-            memory="discrete",
-            direct=False,
-            budget_bytes=24 << 30,
-            chunk_bytes=256 << 20,
-            max_chunk_bytes=4 << 30,
-            max_slice_bytes=(4 << 30) - 1,
-            slice_alignment=64,
-        ),
-        "igpu-unified": Capabilities(
-            backend="simulated:igpu-unified",
-            device="simulated integrated GPU, shared memory",
-            memory="unified",
-            direct=True,
-            budget_bytes=8 << 30,
-            chunk_bytes=256 << 20,
-            max_chunk_bytes=2 << 30,
-            max_slice_bytes=128 << 20,
-            slice_alignment=64,
-        ),
-        "tiny": Capabilities(
-            backend="simulated:tiny",
-            device="simulated device, 64 MiB in chunks of 4 KiB",
-            memory="discrete",
-            direct=False,
-            budget_bytes=64 << 20,
-            chunk_bytes=4 << 10,
-            max_chunk_bytes=64 << 20,
-            max_slice_bytes=None,
-            slice_alignment=256,
-        ),
-    }
-)
-"""Devices by name. Limits as in the Vulkan reports of such devices: 4 GiB allocations and 64-byte storage offsets on
-desktop cards, 128 MiB storage ranges on the smallest integrated ones."""
 
 
 class _DeviceChunk(Chunk):
@@ -120,6 +81,8 @@ class SimulatedBackend(Backend):
     Args:
         profile: A name of :data:`PROFILES`.
         direct: Fill mapped chunks in place, or stage; ``None`` as the profile has it. Only shared memory can be mapped.
+        halves: Whether it multiplies F16 and BF16; ``None`` as the profile has it.
+        bytes_per_second: Uploads take at least as long as at this rate; ``None`` for as fast as they go.
 
     Raises:
         OptionError: No such profile.
@@ -128,12 +91,19 @@ class SimulatedBackend(Backend):
 
     name: ClassVar[str] = "simulated"
 
-    def __init__(self, profile: str = "discrete-24g", *, direct: bool | None = None) -> None:
+    def __init__(
+        self,
+        profile: str = "discrete-24g",
+        *,
+        direct: bool | None = None,
+        halves: bool | None = None,
+        bytes_per_second: float | None = None,
+    ) -> None:
         if profile not in PROFILES:
             raise OptionError(
                 f"there is no simulated device {profile!r}", remedy=f"Choose one of {', '.join(PROFILES)}"
             )
-        facts = PROFILES[profile]
+        facts = PROFILES[profile].capabilities
         if direct and facts.memory == "discrete":
             raise UnsupportedByDeviceError(
                 "its memory cannot be mapped",
@@ -141,8 +111,16 @@ class SimulatedBackend(Backend):
                 remedy="Leave direct placement to be chosen, or use upload=staged",
             )
         self._facts = facts if direct is None else replace(facts, direct=direct)
+        self._reads = PROFILES[profile].reads
+        self._multiplies = (
+            {"F32", "F16", "BF16"} if (PROFILES[profile].halves if halves is None else halves) else {"F32"}
+        )
+        self._bytes_per_second = bytes_per_second
         self._chunks = Counter()
+        self._mapped = Counter()
         self._staging = Counter()
+        self._copies = 0
+        self._copied_bytes = 0
         self._lock = threading.Lock()
         self._queue: list[_DeferredTicket] = []
         self._lost = False
@@ -153,14 +131,18 @@ class SimulatedBackend(Backend):
 
     def _free_bytes(self) -> int | None:
         budget = self._facts.budget_bytes
-        return None if budget is None else budget - self._chunks.live_bytes
+        return (
+            None
+            if budget is None
+            else budget - self._chunks.live_bytes - self._mapped.live_bytes * self._facts.pins_pages
+        )
 
     def resolve(self, ggml_type: GGMLType, shape: tuple[int, ...], intent: Intent) -> Layout | None:
         if intent == Intent.LOOKUP:
             return None
         if ggml_type.is_quantized:
-            return Planar(alignment=self._facts.plane_alignment)
-        if Intent.LINEAR in intent and ggml_type.name not in {"F32", "F16", "BF16"}:
+            return Raw() if self._reads == "raw" else Planar(alignment=self._facts.plane_alignment)
+        if Intent.LINEAR in intent and ggml_type.name not in self._multiplies:
             return None
         return Raw()
 
@@ -179,6 +161,11 @@ class SimulatedBackend(Backend):
                 return _DeviceChunk(nbytes, self._chunks)
             return HostChunk(nbytes, owner=self.name, counter=self._chunks)
 
+    def map_pages(self, pages: Bytes) -> Chunk:
+        if not self._facts.maps_files:
+            return super().map_pages(pages)
+        return MappedChunk(pages, self._mapped)
+
     def staging(self, nbytes: int) -> Staging:
         return HostStaging(nbytes, owner=self.name, counter=self._staging)
 
@@ -195,8 +182,14 @@ class SimulatedBackend(Backend):
                 if self._lost:
                     raise self._lost_error()
                 head = self._queue.pop(0)
+                started = time.perf_counter()
                 for copy in head.copies:
                     _write(copy.chunk, copy.offset, head.staging.view[copy.source_offset :][: copy.nbytes])
+                nbytes = sum(copy.nbytes for copy in head.copies)
+                if self._bytes_per_second:
+                    time.sleep(max(0.0, started + nbytes / self._bytes_per_second - time.perf_counter()))
+                self._copies += len(head.copies)
+                self._copied_bytes += nbytes
                 head.finished = True
 
     def _lost_error(self) -> DeviceLostError:
@@ -219,7 +212,17 @@ class SimulatedBackend(Backend):
         return linear_by_decoding(self.read, weight, x, multiply_with_blas)
 
     def statistics(self) -> dict[str, Any]:
-        return memory_statistics(self._chunks, self._staging) | {"uploads_in_flight": len(self._queue)}
+        """Also: bytes mapped and pinned, copies done and their bytes, uploads in flight and their bytes."""
+        with self._lock:
+            waiting = sum(copy.nbytes for ticket in self._queue for copy in ticket.copies)
+            return memory_statistics(self._chunks, self._staging) | {
+                "mapped_bytes": self._mapped.live_bytes,
+                "pinned_bytes": self._mapped.live_bytes if self._facts.pins_pages else 0,
+                "copies": self._copies,
+                "copied_bytes": self._copied_bytes,
+                "uploads_in_flight": len(self._queue),
+                "in_flight_bytes": waiting,
+            }
 
     def close(self) -> None:
         return

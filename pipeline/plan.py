@@ -334,8 +334,8 @@ def _split_layers(
     result: dict[int, int] = {}
     device, before, end = 0, 0, shares[0] / total_share * total
     for layer in sorted(nbytes):
-        # A layer goes where its middle lies.
-        while before + nbytes[layer] / 2 > end and device + 1 < len(devices):
+        # A layer goes where its middle lies; no device is passed over while it has none.
+        while before + nbytes[layer] / 2 > end and device in result.values() and device + 1 < len(devices):
             device += 1
             end += shares[device] / total_share * total
         result[layer] = device

@@ -1,0 +1,343 @@
+"""Devices of every kind: profiles, mapped files, overrides, several devices in one plan and one load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ggufstream
+from ggufstream import Placement
+from ggufstream.backends.base import Backend
+from ggufstream.backends.cpu import CpuBackend
+from ggufstream.backends.profiles import PROFILES
+from ggufstream.backends.simulated import SimulatedBackend
+from ggufstream.backends.testing import BackendConformance
+from ggufstream.backends.vulkan import VulkanBackend
+from ggufstream.errors import OptionError, UnsupportedByDeviceError
+from ggufstream.pages import PAGE, page_span
+from ggufstream.plan import LoadPlan, make_plan
+from tests.plans import Spec, index_of, plan_of
+from tests.small_models import write_model
+
+MAPPING = ("metal-alias", "gb10")
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "mixed.gguf")
+
+
+def in_file(model: ggufstream.Model, name: str) -> bytes:
+    tensor = model.index.tensor(name)
+    with Path(model.index.shards[tensor.shard].path).open("rb") as file:
+        file.seek(tensor.offset)
+        return file.read(tensor.nbytes)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+class TestProfileConformance(BackendConformance):
+    raises_when_closed = False
+
+    @pytest.fixture
+    def backend(self, profile: str) -> Iterator[Backend]:
+        with SimulatedBackend(profile) as backend:
+            yield backend
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.asyncio
+async def test_every_profile_loads_every_byte(mixed: Path, profile: str) -> None:
+    with SimulatedBackend(profile) as backend:
+        async with await ggufstream.load(mixed, backend=backend, range_bytes=16 << 10, lazy="on") as model:
+            assert (await ggufstream.verify(model)).differing == ()
+            for arena in model.report.arenas:
+                assert arena.used_bytes == arena.planned_bytes == arena.allocated_bytes
+        statistics = backend.statistics()
+    assert (statistics["live_bytes"], statistics["staging_bytes"], statistics["mapped_bytes"]) == (0, 0, 0)
+    assert (statistics["uploads_in_flight"], statistics["in_flight_bytes"]) == (0, 0)
+
+
+# --- Mapped files -----------------------------------------------------------------------------------------------------
+
+
+def mapped_pages(load_plan: LoadPlan) -> set[tuple[int, int]]:
+    return {
+        (span.shard, page)
+        for arena in load_plan.arenas.values()
+        for span in arena.spans
+        for page in range(span.first, span.last)
+    }
+
+
+names = st.sampled_from(
+    [
+        "blk.0.attn_q.weight",
+        "blk.1.attn_k.weight",
+        "blk.1.attn_norm.weight",
+        "blk.2.ffn_up.weight",
+        "output.weight",
+        "per_layer_token_embd.weight",
+        "token_embd.weight",
+        "token_types.weight",
+        "position_embd.weight",
+    ]
+)
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> list[Spec]:
+    chosen = draw(st.lists(names, unique=True, min_size=1, max_size=9))
+    made = []
+    for name in chosen:
+        type_name = draw(st.sampled_from(["Q8_0", "F16", "F32", "Q4_0"]))
+        rows = draw(st.integers(0, 300))
+        made.append(Spec(name, type_name, (64, rows)))
+    return made
+
+
+@settings(max_examples=150, deadline=None)
+@given(made=specs(), halves=st.booleans(), alignment=st.sampled_from([32, 4096]), host=st.booleans())
+def test_what_is_mapped_is_the_pages_of_what_the_device_reads(
+    made: list[Spec], halves: bool, alignment: int, host: bool
+) -> None:
+    index = index_of(made, alignment=alignment)
+    overrides = [("attn_k", "HOST")] if host else []
+    load_plan = plan_of(index, SimulatedBackend("metal-alias", halves=halves), lazy="all", overrides=overrides)
+    expected = set()
+    for entry in load_plan.entries:
+        if entry.arena == "mapped" and entry.tensor.nbytes:
+            first, last = page_span(entry.tensor.offset, entry.tensor.nbytes)
+            expected |= {(entry.tensor.shard, page) for page in range(first, last)}
+        if entry.placement is Placement.ROWS:
+            assert entry.arena is None
+    assert mapped_pages(load_plan) == expected
+    assert load_plan.planned_bytes(0) - sum(load_plan.arenas["device"].slice_bytes) == len(expected) * PAGE
+
+
+def test_a_table_between_weights_is_never_mapped_over() -> None:
+    rows = 64 * PAGE // 64  # 64 pages of one byte elements' worth, whatever the type needs on top
+    index = index_of(
+        [
+            Spec("blk.0.attn_q.weight", "Q8_0", (64, 100)),
+            Spec("per_layer_token_embd.weight", "Q8_0", (64, rows)),
+            Spec("blk.1.attn_q.weight", "Q8_0", (64, 100)),
+        ]
+    )
+    load_plan = plan_of(index, SimulatedBackend("metal-alias"), lazy="on")
+    first, second = load_plan.arenas["mapped"].spans
+    table = index.tensor("per_layer_token_embd.weight")
+    inside = range(-(-table.offset // PAGE), (table.offset + table.nbytes) // PAGE)
+    assert len(inside) > 50
+    assert not {page for _, page in mapped_pages(load_plan)}.intersection(inside)
+    assert first.last <= inside.start + 1
+    assert second.first >= inside.stop - 1
+    hull = (second.last - first.first) * PAGE
+    assert load_plan.arenas["mapped"].planned_bytes < hull // 4
+
+
+@pytest.mark.parametrize("halves", [True, False])
+@pytest.mark.parametrize("profile", MAPPING)
+@pytest.mark.asyncio
+async def test_mapped_and_copied_weights_are_the_same(mixed: Path, profile: str, halves: bool) -> None:
+    weights = {}
+    for upload in ("alias", "direct", "staged"):
+        with SimulatedBackend(profile, halves=halves, direct=upload != "staged") as backend:
+            options: dict[str, Any] = {"upload": "alias"} if upload == "alias" else {"io": "pread"}
+            async with await ggufstream.load(mixed, backend=backend, lazy="on", **options) as model:
+                assert upload in model.report.upload.split("+")
+                weights[upload] = {name: await model[name].read() for name in model}
+                assert (await ggufstream.verify(model)).differing == ()
+                arenas = {arena.name: arena for arena in model.report.arenas}
+                assert all(arena.used_bytes == arena.planned_bytes for arena in arenas.values())
+                pinned = backend.statistics()["pinned_bytes"]
+                expected = len(mapped_pages(model.plan)) * PAGE if profile == "metal-alias" else 0
+                assert pinned == expected
+                half = model["blk.0.attn_k.weight"]
+                assert half.layout.name == ("raw" if halves else "f32")
+    assert weights["alias"] == weights["direct"] == weights["staged"]
+
+
+@pytest.mark.asyncio
+async def test_a_mapped_weight_is_shared_without_a_copy_and_lives_as_long_as_the_model(mixed: Path) -> None:
+    async with await ggufstream.load(mixed, backend="cpu", upload="alias") as model:
+        assert (model.report.io, model.report.upload) == ("mmap", "alias")
+        assert model.statistics()["backends"][0]["live_bytes"] == 0
+        norm = model["blk.1.attn_norm.weight"].array()
+        assert norm.dtype == np.float32
+        assert norm.tobytes() == in_file(model, "blk.1.attn_norm.weight")
+        assert not norm.flags.writeable
+        # The tail of a file that is not a multiple of a page long is mapped too.
+        assert (await ggufstream.verify(model)).differing == ()
+
+
+@pytest.mark.parametrize("io", ["pread", "direct"])
+@pytest.mark.asyncio
+async def test_reading_modes_leave_nothing_to_map(mixed: Path, io: str) -> None:
+    async with await ggufstream.load(mixed, backend="simulated:gb10", io=io) as model:
+        assert model.report.upload == "direct"
+        assert model.plan.arenas["mapped"].planned_bytes == 0
+    with pytest.raises(OptionError, match="maps the file, but io="):
+        await ggufstream.load(mixed, backend="simulated:gb10", io=io, upload="alias")
+
+
+@pytest.mark.asyncio
+async def test_a_device_that_cannot_map_says_so(mixed: Path) -> None:
+    with pytest.raises(UnsupportedByDeviceError, match="cannot read the pages of a file"):
+        await ggufstream.load(mixed, backend="simulated:discrete-24g", upload="alias")
+
+
+def test_a_tensor_that_cannot_be_mapped_is_copied_with_the_reason() -> None:
+    made = [Spec("blk.0.attn_norm.weight", "F32", (3,)), Spec("blk.0.attn_q.weight", "Q8_0", (64, 100))]
+    load_plan = plan_of(index_of(made, alignment=4), SimulatedBackend("metal-alias"))
+    norm, matrix = load_plan.entries
+    assert norm.arena == "mapped"
+    assert matrix.arena == "device"
+    assert "copied, because its offset is not a multiple of 32" in matrix.reason
+
+
+# --- Overrides --------------------------------------------------------------------------------------------------------
+
+LAZY = ("auto", "on", "off", "all")
+PLACES = (None, "ARENA", "HOST", "ROWS", "device:0")
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("lazy", LAZY)
+@pytest.mark.parametrize("io", ["auto", "mmap", "pread", "direct"])
+@pytest.mark.parametrize("profile", PROFILES)
+def test_the_lazy_mode_wins_over_everything(profile: str, io: str, lazy: str, place: str | None) -> None:
+    index = index_of(
+        [
+            Spec("token_embd.weight", "Q8_0", (64, 10)),
+            Spec("per_layer_token_embd.weight", "Q8_0", (64, 100)),
+            Spec("blk.0.attn_q.weight", "Q8_0", (64, 10)),
+            Spec("output.weight", "Q8_0", (64, 10)),
+        ]
+    )
+    overrides = [("embd", place)] if place else []
+    load_plan = plan_of(
+        index,
+        SimulatedBackend(profile),
+        lazy=lazy,
+        lazy_bytes=5_000,
+        io=io,
+        overrides=overrides,
+    )
+    placements = {entry.tensor.name: entry.placement for entry in load_plan.entries}
+    lazy_names = {
+        "auto": {"per_layer_token_embd.weight"},
+        "on": {"per_layer_token_embd.weight", "token_embd.weight"},
+        "off": set(),
+        "all": {"per_layer_token_embd.weight", "token_embd.weight"},
+    }[lazy]
+    for name in ("token_embd.weight", "per_layer_token_embd.weight"):
+        if name in lazy_names or place == "ROWS":
+            assert placements[name] is Placement.ROWS
+        else:
+            # A plain lookup table that is not lazy has no use on these devices, whoever asks: rows are read on the host.
+            assert placements[name] is Placement.HOST
+    assert placements["blk.0.attn_q.weight"] is Placement.ARENA
+    assert load_plan.warnings == ()
+
+
+def test_the_first_override_that_matches_decides() -> None:
+    index = index_of([Spec(f"blk.{n}.attn_q.weight") for n in range(3)])
+    overrides = [("blk.1", "HOST"), ("attn_q", "device:1"), ("blk.1", "device:0"), ("nothing", "HOST")]
+    backends = [SimulatedBackend(), SimulatedBackend()]
+    load_plan = make_plan(index, backends=backends, options=ggufstream.LoadOptions(overrides=overrides))
+    assert [(entry.placement, entry.device) for entry in load_plan.entries] == [
+        (Placement.ARENA, 1),
+        (Placement.HOST, None),
+        (Placement.ARENA, 1),
+    ]
+    assert load_plan.warnings == ("override 'nothing' → HOST matches no tensor",)
+    assert all("override" in entry.reason for entry in load_plan.entries)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        (("(", "HOST"), "not a regular expression"),
+        (("a", "DISK"), "there is no place 'DISK'"),
+        (("a", "device:1"), "there is no place 'device:1'"),
+        (("attn", "ROWS"), "blk.0.attn_q.weight"),
+    ],
+)
+def test_overrides_that_cannot_be_are_named(override: tuple[str, str], says: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        plan_of(index_of([Spec("blk.0.attn_q.weight")]), overrides=[override])
+    assert says in str(caught.value)
+
+
+# --- Several devices --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", [None, [1, 1], [1, 3], [0, 1], [5, 1]])
+def test_layers_are_split_in_order_and_in_proportion(weights: list[float] | None) -> None:
+    index = index_of(
+        [Spec("token_embd.weight", "Q8_0", (64, 10))]
+        + [Spec(f"blk.{n}.attn_q.weight", "Q8_0", (64, 1000)) for n in range(32)]
+        + [Spec("output_norm.weight", "F32", (64,))]
+    )
+    options = ggufstream.LoadOptions(device_weights=weights)
+    backends = [SimulatedBackend(), SimulatedBackend()]
+    load_plan = make_plan(index, backends=backends, options=options)
+    devices = [entry.device for entry in sorted(load_plan.entries, key=lambda entry: entry.layer)]
+    assert devices == sorted(devices)
+    share = (weights or [1, 1])[0] / sum(weights or [1, 1])
+    layer_share = 1 / 32
+    assert abs(load_plan.planned_bytes(0) / index.tensor_bytes - share) <= layer_share
+    assert load_plan.arenas["device:0"].device == 0
+    assert load_plan.to_dict()["devices"][1]["planned_bytes"] == load_plan.planned_bytes(1)
+
+
+def test_without_weights_the_free_memory_decides() -> None:
+    index = index_of([Spec(f"blk.{n}.attn_q.weight", "Q8_0", (64, 1000)) for n in range(40)])
+    backends = [SimulatedBackend("discrete-24g"), SimulatedBackend("igpu-unified")]  # 24 and 8 GiB
+    load_plan = make_plan(index, backends=backends, options=ggufstream.LoadOptions())
+    assert abs(load_plan.planned_bytes(0) / index.tensor_bytes - 0.75) < 1 / 40
+
+
+@pytest.mark.parametrize("upload", ["direct", "staged"])
+@pytest.mark.asyncio
+async def test_two_devices_on_llvmpipe_are_one_load(mixed: Path, upload: str) -> None:
+    with (
+        VulkanBackend("llvmpipe", direct=upload == "direct", validation=True) as first,
+        VulkanBackend("llvmpipe", direct=upload == "direct", validation=True) as second,
+    ):
+        async with await ggufstream.load(
+            mixed, devices=[first, second], device_weights=[2, 1], range_bytes=16 << 10
+        ) as model:
+            assert {weight.device for weight in model.values()} == {0, 1, None}
+            assert (await ggufstream.verify(model)).differing == ()
+            for i, backend in enumerate((first, second)):
+                arena = model.report.arenas[i]
+                assert arena.name == f"device:{i}"
+                assert backend.statistics()["live_bytes"] == arena.allocated_bytes == arena.planned_bytes > 0
+        for backend in (first, second):
+            assert backend.statistics()["live_bytes"] == backend.statistics()["staging_bytes"] == 0
+            assert not backend.statistics()["validation_messages"]
+
+
+@pytest.mark.asyncio
+async def test_devices_of_different_kinds_are_one_load(mixed: Path) -> None:
+    kinds = ["simulated:discrete-24g", "simulated:metal-alias", CpuBackend()]
+    async with await ggufstream.load(mixed, devices=kinds, device_weights=[1, 1, 1], range_bytes=16 << 10) as model:
+        assert set(model.report.upload.split("+")) == {"staged", "alias", "direct"}
+        assert {weight.device for weight in model.values()} >= {0, 1, 2}
+        assert (await ggufstream.verify(model)).differing == ()
+        assert len(model.statistics()["backends"]) == 3
+
+
+@pytest.mark.asyncio
+async def test_the_device_that_is_full_is_named(mixed: Path) -> None:
+    with pytest.raises(OptionError, match="2 values for 1 devices"):
+        await ggufstream.load(mixed, backend="cpu", device_weights=[1, 2])
+    with pytest.raises(OptionError, match="both given"):
+        await ggufstream.load(mixed, backend="cpu", devices=["cpu"])
