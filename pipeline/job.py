@@ -146,7 +146,8 @@ class LoadJob:
                 errno=error.errno,
                 remedy="See the limits of this process (ulimit -a) and the system log",
             )
-        if isinstance(error, MemoryError):
+        # Python has no type of its own for a thread that could not get its stack.
+        if isinstance(error, MemoryError) or (type(error) is RuntimeError and "start new thread" in str(error)):
             return OutOfHostMemoryError(
                 f"no host memory to load {self._path}",
                 backend="host",

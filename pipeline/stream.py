@@ -70,7 +70,7 @@ class Stream:
         workers: int | None,
         emit: Callable[[Event], None],
     ) -> None:
-        self.workers = workers or default_workers()
+        self.workers = max(1, min(workers or default_workers(), len(plan.ranges)))
         self.probe = LoopProbe()
         self.rss_peak = 0
         self.first_layer_at: float | None = None

@@ -515,3 +515,21 @@ async def test_what_cannot_be_a_sink_is_refused_at_once(path: Path, sink: object
 
     with pytest.raises(OptionError, match="cannot be a sink"):
         await ggufstream.load(path, backend="cpu", sinks=[coroutine if isinstance(sink, str) else sink])
+
+
+@pytest.mark.asyncio
+async def test_threads_that_cannot_be_started_are_a_lack_of_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    await asyncio.to_thread(int)  # the event loop's own threads are there already
+    with CpuBackend() as backend, nothing_is_left(path, backend), monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(OutOfHostMemoryError, match="no host memory to load"):
+            await ggufstream.load(path, backend=backend, range_bytes=RANGE)
+
+
+@pytest.mark.asyncio
+async def test_no_more_workers_than_ranges(path: Path) -> None:
+    async with await ggufstream.load(path, backend="cpu", workers=10**12) as model:
+        assert model.report.workers == len(model.plan.ranges)
