@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,8 +38,8 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def opened(stack: ExitStack, profile: str = "discrete-24g") -> SimulatedBackend:
-    backend = stack.enter_context(SimulatedBackend(profile))
+def opened(stack: ExitStack, profile: str = "discrete-24g", **options: Any) -> SimulatedBackend:
+    backend = stack.enter_context(SimulatedBackend(profile, **options))
     stack.callback(lambda: _nothing_left(backend))
     return backend
 
@@ -141,7 +142,7 @@ def test_the_budget_is_one(stack: ExitStack, profile: str) -> None:
     backend = opened(stack, profile)
     budget = backend.capabilities.budget_bytes
     assert budget is not None
-    step = min(backend.capabilities.max_chunk_bytes, budget)
+    step = min(backend.capabilities.max_chunk_bytes, budget, 4 << 30)  # one mapping above the host's memory is refused
     chunks = [backend.allocate(step) for _ in range(budget // step)]  # untouched memory costs nothing
     left = budget - step * len(chunks)
     assert backend.capabilities.budget_bytes == left
@@ -163,7 +164,7 @@ def test_a_chunk_has_a_largest_size(stack: ExitStack) -> None:
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_profiles_agree_with_themselves(profile: str) -> None:
-    facts = PROFILES[profile]
+    reads, facts = PROFILES[profile].reads, PROFILES[profile].capabilities
     assert facts.backend == f"simulated:{profile}"
     assert 0 < facts.chunk_bytes <= facts.max_chunk_bytes
     assert facts.slice_alignment % facts.plane_alignment == 0
@@ -173,9 +174,39 @@ def test_profiles_agree_with_themselves(profile: str) -> None:
         for ggml_type in BY_ID.values():
             layout = backend.resolve(ggml_type, (4, 256), Intent.BINDABLE)
             assert layout is not None
-            assert layout.name == ("planar" if ggml_type.is_quantized else "raw")
+            assert layout.name == (reads if ggml_type.is_quantized else "raw")
             assert backend.resolve(ggml_type, (4, 256), Intent.LOOKUP) is None
         assert backend.resolve(BY_NAME["F64"], (4, 256), Intent.LINEAR) is None
+        half = backend.resolve(BY_NAME["F16"], (4, 256), Intent.LINEAR)
+        assert (half is not None) == PROFILES[profile].halves
+        assert facts.maps_files or not (facts.prefers_mapping or facts.pins_pages)
+
+
+def test_uploads_are_counted_and_paced(stack: ExitStack) -> None:
+    backend = opened(stack, bytes_per_second=1e12)
+    chunk = backend.allocate(1 << 16)
+    stack.callback(chunk.close)
+    staging = backend.staging(1 << 16)
+    stack.callback(staging.close)
+    ticket = backend.upload(staging, [Copy(0, chunk, 0, 100), Copy(100, chunk, 100, 50)])
+    statistics = backend.statistics()
+    assert (statistics["uploads_in_flight"], statistics["in_flight_bytes"], statistics["copies"]) == (1, 150, 0)
+    ticket.wait()
+    statistics = backend.statistics()
+    assert (statistics["uploads_in_flight"], statistics["in_flight_bytes"]) == (0, 0)
+    assert (statistics["copies"], statistics["copied_bytes"]) == (2, 150)
+
+
+def test_pacing_waits_for_as_long_as_the_bytes_take(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("ggufstream.backends.simulated.time.sleep", slept.append)
+    monkeypatch.setattr("ggufstream.backends.simulated.time.perf_counter", lambda: 5.0)
+    backend = opened(stack, bytes_per_second=1000.0)
+    chunk, staging = backend.allocate(4096), backend.staging(4096)
+    stack.callback(chunk.close)
+    stack.callback(staging.close)
+    backend.upload(staging, [Copy(0, chunk, 0, 500)]).wait()
+    assert slept == [0.5]
 
 
 def test_profiles_that_do_not_exist_or_cannot_be_mapped() -> None:
