@@ -522,11 +522,13 @@ async def test_threads_that_cannot_be_started_are_a_lack_of_memory(path: Path, m
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    await asyncio.to_thread(int)  # the event loop's own threads are there already
     with CpuBackend() as backend, nothing_is_left(path, backend), monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
+
+        def sink(event: Event) -> None:
+            patch.setattr(threading.Thread, "start", refuse)
+
         with pytest.raises(OutOfHostMemoryError, match="no host memory to load"):
-            await ggufstream.load(path, backend=backend, range_bytes=RANGE)
+            await ggufstream.load(path, backend=backend, range_bytes=RANGE, sinks=[sink])
 
 
 @pytest.mark.asyncio
