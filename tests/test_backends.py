@@ -38,6 +38,13 @@ class TestCpu(BackendConformance):
     test_views_are_there_exactly_when_placement_is_direct = None  # host memory is always mapped
 
 
+class TestCpuInterleaving(TestCpu):
+    @pytest.fixture(params=[True, False], ids=["direct", "staged"])
+    def backend(self, request: pytest.FixtureRequest) -> Iterator[Backend]:
+        with CpuBackend(direct=request.param, interleave=True) as backend:
+            yield backend
+
+
 class TestCpuScalar(TestCpu):
     @pytest.fixture(params=[True, False], ids=["direct", "staged"])
     def backend(self, request: pytest.FixtureRequest) -> Iterator[Backend]:

@@ -50,7 +50,7 @@ class X8(Layout):
         return extent.file_bytes
 
     def granule(self, extent: Extent) -> int:
-        return ROWS * max(extent.row_blocks, 1)
+        return ROWS * max(extent.row_blocks, 1) if extent.rows >= ROWS else 1
 
     def runs(self, extent: Extent, first: int, count: int) -> tuple[Run, ...]:
         size = extent.type.block_bytes
@@ -65,7 +65,7 @@ class X8(Layout):
     def _move(self, extent: Extent, in_file: Bytes, packed: Bytes, copy: _Copy) -> None:
         """Apply ``copy`` to each field's places in ``packed`` and in ``in_file``, group by group, then to the tail."""
         ggml_type, columns = extent.type, extent.row_blocks
-        group = self.granule(extent) * ggml_type.block_bytes
+        group = ROWS * max(columns, 1) * ggml_type.block_bytes
         whole = packed.size - packed.size % group
         tiles = packed[:whole].view(tile_dtype(ggml_type)).reshape(-1, columns)
         blocks = in_file[:whole].view(ggml_type.block_dtype).reshape(-1, ROWS, columns)
