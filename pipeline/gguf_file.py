@@ -29,7 +29,9 @@ from ggufstream.errors import (
     OptionError,
     UnknownTensorError,
     UnreadableFileError,
+    UnsupportedFileError,
 )
+from ggufstream.ggml_types import Q2_0_G128
 from ggufstream.gguf_arrays import LazyArray
 from ggufstream.gguf_header import Header, Steps, parse_header
 from ggufstream.gguf_layout import TensorInfo, quoted
@@ -345,6 +347,24 @@ def _check_set(parts: Sequence[tuple[Shard, Header]]) -> None:
             raise _split_error(shard.path, what)
 
 
+def _check_q2_0(parts: Sequence[tuple[Shard, Header]]) -> None:
+    """Type 42 has one block layout in a model; each shard's was decided by its own offsets."""
+    first: dict[str, tuple[str, TensorInfo]] = {}
+    for shard, header in parts:
+        for tensor in header.tensors:
+            if tensor.type.id == Q2_0_G128.id:
+                first.setdefault(tensor.type.name, (shard.path, tensor))
+    if len(first) > 1:
+        (one_path, one), (path, other) = first.values()
+        raise UnsupportedFileError(
+            f"tensor {quoted(other.name)} has type 42 (Q2_0) in blocks of {other.type.block_elements} elements,"
+            f" but {quoted(one.name)} in {quoted(os.path.basename(one_path))} in blocks of {one.type.block_elements}",
+            file=path,
+            tensor=other.name,
+            remedy="The shards do not belong together; download the whole set again, or convert the model anew.",
+        )
+
+
 def _split_error(path: str, what: str) -> MalformedFileError:
     remedy = "The shards do not belong together; download the whole set again."
     return MalformedFileError(what, file=path, remedy=remedy)
@@ -360,6 +380,7 @@ def _merge(given: str, parts: Sequence[tuple[Shard, Header]]) -> FileIndex:
     tensors = first.tensors
     if len(parts) > 1:
         _check_set(parts)
+        _check_q2_0(parts)
         metadata = dict(metadata)
         for number, (_, header) in enumerate(parts[1:], 1):
             metadata |= {key: value for key, value in header.metadata.items() if key not in metadata}

@@ -748,6 +748,20 @@ async def test_a_set_opens_from_every_shard(save: Save) -> None:
 
 
 @pytest.mark.asyncio
+async def test_shards_must_agree_about_type_42(save: Save) -> None:
+    def q2_shard(no: int, block_bytes: int, block_elements: int, name: str) -> bytes:
+        (tensor,) = q2_tensors(block_bytes, block_elements, [LARGE])
+        counts = [gb.u16("split.no", no), gb.u16("split.count", 2)]
+        return gb.build([dataclasses.replace(tensor, name=name)], counts)
+
+    path = save(q2_shard(0, 34, 128, "a"), name_of(1, 2))
+    save(q2_shard(1, 34, 128, "b"), name_of(2, 2))
+    assert [t.type.name for t in (await read_index(path)).tensors] == ["Q2_0_G128"] * 2
+    save(q2_shard(1, 18, 64, "b"), name_of(2, 2))
+    await refused(path, UnsupportedFileError, "'a'", "'b'", "64", "128", "42")
+
+
+@pytest.mark.asyncio
 async def test_shards_behind_links_into_a_store(save: Save, tmp_path: Path) -> None:
     store = tmp_path / "snapshot"
     store.mkdir()
