@@ -183,8 +183,12 @@ class SimulatedBackend(Backend):
                     raise self._lost_error()
                 head = self._queue.pop(0)
                 started = time.perf_counter()
-                for copy in head.copies:
-                    _write(copy.chunk, copy.offset, head.staging.view[copy.source_offset :][: copy.nbytes])
+                try:
+                    for copy in head.copies:
+                        _write(copy.chunk, copy.offset, head.staging.view[copy.source_offset :][: copy.nbytes])
+                except OSError:  # the memory behind the device has run out
+                    self._lost = True
+                    raise self._lost_error() from None
                 nbytes = sum(copy.nbytes for copy in head.copies)
                 if self._bytes_per_second:
                     time.sleep(max(0.0, started + nbytes / self._bytes_per_second - time.perf_counter()))

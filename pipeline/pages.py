@@ -75,16 +75,14 @@ class Residency:
                 self.pages = np.broadcast_to(np.True_, self.pages.size)
                 return
             with mapping:
-                view = np.frombuffer(mapping, np.uint8)
+                start = np.frombuffer(mapping, np.uint8).ctypes.data  # no array may refer to the mapping as it closes
                 for first, last in _data(descriptor, size):
                     state = self.pages[first:last].view(np.uint8)
-                    window = view[first * PAGE : last * PAGE]
-                    known = _libc.mincore(window.ctypes.data, window.size, state.ctypes.data) == 0
+                    nbytes = min(last * PAGE, size) - first * PAGE
+                    known = _libc.mincore(start + first * PAGE, nbytes, state.ctypes.data) == 0
                     state &= 1
                     if not known:
                         state[:] = 1
-                    del window
-                del view  # the mapping cannot close while an array refers to it
 
     @property
     def cached_bytes(self) -> int:

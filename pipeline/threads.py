@@ -48,10 +48,30 @@ async def in_thread(work: Callable[[], _T], executor: Executor | None = None) ->
     """
     await anyio.lowlevel.checkpoint_if_cancelled()
     context = contextvars.copy_context()
-    return await uninterrupted(asyncio.get_running_loop().run_in_executor(executor, context.run, work))
+    todo = [work]
+
+    def begin() -> _T:
+        return todo.pop()()
+
+    try:
+        future = asyncio.get_running_loop().run_in_executor(executor, context.run, begin)
+    except RuntimeError:  # no thread can be started; the executor keeps the call for later all the same
+        todo.clear()
+        raise
+    return await uninterrupted(future)
 
 
 async def clean_up_in_thread(work: Callable[[], object]) -> None:
-    """As ``in_thread``, but begun in any case: for giving back what a cancelled task holds."""
+    """As ``in_thread``, but begun in any case, here where no thread can be had: for giving back what is held."""
+    todo = [work]
+
+    def once() -> None:
+        todo.pop()()
+
     with anyio.CancelScope(shield=True):
-        await in_thread(work)
+        try:
+            await in_thread(once)
+        except RuntimeError:
+            if not todo:
+                raise  # by the work itself
+            once()

@@ -32,7 +32,7 @@ from ggufstream.errors import (
     OutOfHostMemoryError,
     UnreadableFileError,
 )
-from ggufstream.events import Event, LoadCancelled, LoadFailed, LoadFinished, Progress
+from ggufstream.events import Event, HeaderRead, LoadCancelled, LoadFailed, LoadFinished, Progress
 from tests.small_models import write_model
 
 RANGE = 64 << 10
@@ -525,7 +525,8 @@ async def test_threads_that_cannot_be_started_are_a_lack_of_memory(path: Path, m
     with CpuBackend() as backend, nothing_is_left(path, backend), monkeypatch.context() as patch:
 
         def sink(event: Event) -> None:
-            patch.setattr(threading.Thread, "start", refuse)
+            if isinstance(event, HeaderRead):
+                patch.setattr(threading.Thread, "start", refuse)
 
         with pytest.raises(OutOfHostMemoryError, match="no host memory to load"):
             await ggufstream.load(path, backend=backend, range_bytes=RANGE, sinks=[sink])
@@ -535,3 +536,14 @@ async def test_threads_that_cannot_be_started_are_a_lack_of_memory(path: Path, m
 async def test_no_more_workers_than_ranges(path: Path) -> None:
     async with await ggufstream.load(path, backend="cpu", workers=10**12) as model:
         assert model.report.workers == len(model.plan.ranges)
+
+
+@pytest.mark.asyncio
+async def test_a_device_whose_memory_takes_no_more_bytes_is_lost(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with SimulatedBackend("discrete-24g") as backend, nothing_is_left(path, backend), monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(DeviceLostError):
+            await ggufstream.load(path, backend=backend, range_bytes=RANGE)
