@@ -78,6 +78,9 @@ class Chunk(ABC):
     def close(self) -> None:
         """Free the memory. A second call does nothing."""
 
+    def __repr__(self) -> str:
+        return f"<chunk {self.handle:#x}: {self.nbytes:,} bytes>"
+
 
 class Staging(ABC):
     """Host memory that the device can copy from. Owned by one range at a time."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ggufstream.backends.base import Backend
-from ggufstream.errors import DeviceError, OptionError, UnsupportedByDeviceError
+from ggufstream.errors import DeviceError, NoDeviceError, OptionError, UnsupportedByDeviceError
 from ggufstream.options import LoadOptions, UploadMode
 
 __all__ = ["describe_backends", "open_backend", "open_for"]
@@ -14,6 +14,8 @@ __all__ = ["describe_backends", "open_backend", "open_for"]
 _HOST: Final = ("cpu", "cpu_scalar")
 _NAMES: Final = ("auto", *_HOST, "vulkan", "simulated:PROFILE")
 _DIRECT: Final[Mapping[UploadMode, bool | None]] = {"auto": None, "direct": True, "staged": False, "alias": None}
+
+_NO_GPU: Final = "no GPU found"
 
 
 def open_for(options: LoadOptions) -> tuple[Backend, str]:
@@ -25,7 +27,8 @@ def open_for(options: LoadOptions) -> tuple[Backend, str]:
     """
     direct = _DIRECT[options.upload]
     if options.backend == "auto" and options.device is None:
-        return _auto(direct=direct, validation=options.validation)
+        backend, reason = _auto(direct=direct, validation=options.validation)
+        return backend, f'{reason} (see "ggufstream devices")' if reason == _NO_GPU else reason
     backend = open_backend(options.backend, device=options.device, direct=direct, validation=options.validation)
     return backend, "asked for"
 
@@ -101,7 +104,8 @@ def _auto(*, direct: bool | None, validation: bool) -> tuple[Backend, str]:
     except DeviceError as error:
         if direct and isinstance(error, UnsupportedByDeviceError):
             raise  # there is a GPU, and what was demanded of it would be taken from another device in silence
-        return _host("cpu", direct=direct), str(error)
+        # what is missing and how to get it is worth a line; a list of devices that are no GPUs is not
+        return _host("cpu", direct=direct), _NO_GPU if isinstance(error, NoDeviceError) else str(error)
     return backend, f"a GPU was found: {backend.capabilities.device}"
 
 

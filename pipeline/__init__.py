@@ -6,18 +6,87 @@
         weight = model["blk.0.attn_q.weight"]
         y = await model.linear("blk.0.attn_q.weight", x)
 
-Names are imported on first use, so that ``ggufstream --help`` does not wait for numpy.
+All but the errors is imported on first use, so that ``ggufstream --help`` does not wait for numpy. :func:`load` does
+its imports in a thread.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from ggufstream import errors
+from ggufstream.errors import (
+    BackendUnavailableError,
+    ClosedError,
+    DeviceError,
+    DeviceLostError,
+    FileChangedError,
+    FileError,
+    GGUFStreamError,
+    MalformedFileError,
+    MissingFileError,
+    NoDeviceError,
+    NotGGUFError,
+    OptionError,
+    OutOfDeviceMemoryError,
+    OutOfHostMemoryError,
+    PlanViolationError,
+    TruncatedFileError,
+    UnknownTensorError,
+    UnreadableFileError,
+    UnsupportedByDeviceError,
+    UnsupportedFileError,
+)
+
+__all__ = [
+    "Backend",
+    "BackendUnavailableError",
+    "Capabilities",
+    "ClosedError",
+    "DeviceError",
+    "DeviceLostError",
+    "Event",
+    "EventSink",
+    "FileChangedError",
+    "FileError",
+    "FileIndex",
+    "GGUFStreamError",
+    "Intent",
+    "LoadOptions",
+    "LoadPlan",
+    "LoadReport",
+    "MalformedFileError",
+    "MissingFileError",
+    "Model",
+    "NoDeviceError",
+    "NotGGUFError",
+    "OptionError",
+    "OutOfDeviceMemoryError",
+    "OutOfHostMemoryError",
+    "Placement",
+    "PlanViolationError",
+    "TruncatedFileError",
+    "UnknownTensorError",
+    "UnreadableFileError",
+    "UnsupportedByDeviceError",
+    "UnsupportedFileError",
+    "VerifyReport",
+    "Weight",
+    "__version__",
+    "errors",
+    "events",
+    "load",
+    "make_plan",
+    "open_backend",
+    "read_index",
+    "sinks",
+    "verify",
+]
+
 if TYPE_CHECKING:
+    from ggufstream import events, sinks
     from ggufstream.backends.base import Backend, Capabilities
     from ggufstream.backends.registry import open_backend
-    from ggufstream.errors import GGUFStreamError
     from ggufstream.events import Event, EventSink
     from ggufstream.gguf_file import FileIndex, read_index
     from ggufstream.loader import load
@@ -27,53 +96,45 @@ if TYPE_CHECKING:
     from ggufstream.report import LoadReport
     from ggufstream.verification import VerifyReport, verify
 
-_MODULES = {
-    "Backend": "backends.base",
-    "Capabilities": "backends.base",
-    "Event": "events",
-    "EventSink": "events",
-    "FileIndex": "gguf_file",
-    "GGUFStreamError": "errors",
-    "Intent": "options",
-    "LoadOptions": "options",
-    "LoadPlan": "plan",
-    "LoadReport": "report",
-    "Model": "model",
-    "Placement": "options",
-    "VerifyReport": "verification",
-    "Weight": "model",
-    "load": "loader",
-    "open_backend": "backends.registry",
-    "make_plan": "plan",
-    "read_index": "gguf_file",
-    "verify": "verification",
-}
+    __version__: str
+else:  # out of a type checker's sight: with a module's __getattr__ it would take every misspelled name for right
+    _MODULES = {
+        "Backend": "backends.base",
+        "Capabilities": "backends.base",
+        "Event": "events",
+        "EventSink": "events",
+        "FileIndex": "gguf_file",
+        "Intent": "options",
+        "LoadOptions": "options",
+        "LoadPlan": "plan",
+        "LoadReport": "report",
+        "Model": "model",
+        "Placement": "options",
+        "VerifyReport": "verification",
+        "Weight": "model",
+        "load": "loader",
+        "make_plan": "plan",
+        "open_backend": "backends.registry",
+        "read_index": "gguf_file",
+        "verify": "verification",
+    }
 
-__all__ = [
-    "Backend",
-    "Capabilities",
-    "Event",
-    "EventSink",
-    "FileIndex",
-    "GGUFStreamError",
-    "Intent",
-    "LoadOptions",
-    "LoadPlan",
-    "LoadReport",
-    "Model",
-    "Placement",
-    "VerifyReport",
-    "Weight",
-    "load",
-    "make_plan",
-    "open_backend",
-    "read_index",
-    "verify",
-]
+    def __getattr__(name: str) -> object:
+        from importlib import import_module, metadata
 
+        if name in _MODULES:
+            value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        elif name in ("events", "sinks"):
+            value = import_module(f"{__name__}.{name}")
+        elif name == "__version__":
+            try:
+                value = metadata.version(__name__)
+            except metadata.PackageNotFoundError:
+                value = "0+unknown"  # run from a checkout that is not installed
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value
+        return value
 
-def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    return value
+    def __dir__() -> list[str]:
+        return sorted(__all__)

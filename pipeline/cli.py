@@ -14,18 +14,18 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
 
-from ggufstream.errors import GGUFStreamError, printable
-from ggufstream.terminal import Interrupted, OutputError
+from ggufstream.errors import FileError, GGUFStreamError
+from ggufstream.terminal import Interrupted, OutputError, log_failure, logs_json
 
 __all__ = ["main"]
 
 _NAME = "ggufstream"
-_EXTRA = "cli"
 _EXTRA_MODULES = ("click", "rich")
 _FACTS = ("file", "tensor", "offset", "needed", "available", "backend", "name", "errno", "remedy")
 
@@ -55,10 +55,10 @@ def _run(arguments: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in _EXTRA_MODULES:
             return _unexpected(error, arguments)
-        remedy = f"the command line needs {error.name}; install it with: pip install 'ggufstream[{_EXTRA}]'"
+        remedy = f"the command line needs {error.name}; install it with: pip install {' '.join(_EXTRA_MODULES)}"
         return _fail(error, remedy, 2, arguments)
     except GGUFStreamError as error:
-        return _fail(error, str(error), error.exit_code, arguments)
+        return _fail(error, _in_flags(error), error.exit_code, arguments)
     except KeyboardInterrupt as error:
         return _fail(error, "interrupted", 128 + signal.SIGINT, arguments)
     except BrokenPipeError:
@@ -74,26 +74,63 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _unexpected(error: Exception, arguments: Sequence[str]) -> int:
-    if "--debug" in arguments:
-        traceback.print_exception(error)
     what = f"unexpected {type(error).__name__}: {error}. This is a bug in ggufstream; --debug shows where"
-    return _fail(error, what, 1, arguments)
+    return _fail(error, what, 1, arguments, debug="--debug" in arguments)
 
 
-def _fail(error: BaseException, message: str, code: int, arguments: Sequence[str]) -> int:
-    """Say what went wrong: one line on stderr, and an object on stdout where JSON was asked for."""
+def _in_flags(error: GGUFStreamError) -> str:
+    """The message with the options named as on the command line: ``--staging 1`` for ``staging_bytes=1``."""
+    message = str(error)
+    if isinstance(error, FileError):
+        return message if error.file.strip() else f"{error.file!r}{message.removeprefix(error.file)}"
+    if message.startswith("environment variable"):
+        return message
+    for pattern, flag in _FLAGS:
+        message = pattern.sub(flag, message)
+    return message
+
+
+_FLAGS = (
+    (re.compile(r"(?<![\w/.-])(backend|io|lazy|select|upload|workers)="), r"--\1 "),
+    (re.compile(r"\bpage_cache\b=?"), "--page-cache "),
+    (re.compile(r"\bstaging_bytes\b=?"), "--staging "),
+    (re.compile(r"\bdevice_weights\b(=| (?=has))"), "--weights "),
+    (re.compile(r"(?<=with )(a wider )?select\b"), r"\1--select"),
+    (re.compile(r"(?<=by )select\b"), "--select"),
+)
+
+
+def _fail(error: BaseException, message: str, code: int, arguments: Sequence[str], *, debug: bool = False) -> int:
+    """Say what went wrong: one line or record on stderr, and an object on stdout where JSON was asked for."""
     try:
-        print(f"error: {printable(message)}", file=sys.stderr, flush=True)
+        as_json = logs_json(_log_format(arguments))
+        facts: dict[str, object] = {"error_type": type(error).__name__, "exit_code": code}
+        if debug:
+            trace = "".join(traceback.format_exception(error))
+            facts["exception"] = trace
+            if not as_json:
+                print(trace, file=sys.stderr, end="")
+        log_failure(message, facts, as_json=as_json)
         if "--json" in arguments:
             import json
 
-            facts = {name: _plain(getattr(error, name, None)) for name in _FACTS}
-            known = {name: value for name, value in facts.items() if value not in (None, "")}
+            more = {name: _plain(getattr(error, name, None)) for name in _FACTS}
+            known = {name: value for name, value in more.items() if value not in (None, "")}
             body = {"type": type(error).__name__, "message": message, "exit_code": code, **known}
             print(json.dumps({"error": body}), flush=True)
     except OSError:
         _discard_stdout()  # an error about the error helps nobody
     return code
+
+
+def _log_format(arguments: Sequence[str]) -> str:
+    """What ``--log-format`` says; read here, because an error may come before the options are parsed."""
+    found = "auto"
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, _, value = argument.partition("=")
+        if name == "--log-format":
+            found = value or following
+    return found
 
 
 def _plain(value: object) -> object:

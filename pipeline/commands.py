@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -10,7 +11,16 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 import click
 
 from ggufstream.errors import OptionError
-from ggufstream.options import IOMode, LazyMode, LoadOptions, PageCacheMode, UploadMode, parse_bytes
+from ggufstream.options import (
+    ENVIRONMENT,
+    IOMode,
+    LazyMode,
+    LoadOptions,
+    PageCacheMode,
+    Placement,
+    UploadMode,
+    parse_bytes,
+)
 from ggufstream.terminal import LogFormat, configure_logging, progress_bar, run_interruptible, write_json
 
 if TYPE_CHECKING:
@@ -22,6 +32,16 @@ __all__ = ["commands", "describe_index", "run_verb"]
 
 DIFFERS = 5
 """Exit code of ``verify``."""
+
+_EXIT_CODES = {
+    0: 'done; of `plan` also if the model does not fit (--json: "fits")',
+    1: "a bug in ggufstream, or the output could not be written",
+    2: "usage: an option, its value, or a missing package",
+    3: "the file is bad or cannot be read",
+    4: "device or memory",
+    5: "`verify` found a difference",
+    130: "SIGINT (SIGTERM: 143), after everything in flight was freed",
+}
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -39,22 +59,36 @@ def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> 
     context.exit()
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+class _Group(click.Group):
+    """A group whose help ends with the exit codes."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Exit codes"):
+            formatter.write_dl([(str(code), meaning) for code, meaning in _EXIT_CODES.items()])
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Show the version."
 )
 def commands() -> None:
     """Stream GGUF model files onto a device.
 
-    Each verb takes --json: one JSON object on stdout, logs on stderr. Defaults come from environment variables such
-    as GGUFSTREAM_BACKEND, GGUFSTREAM_IO and GGUFSTREAM_STAGING.
+    Each verb takes --json: one JSON object on stdout, logs on stderr. Options may also come from environment
+    variables, which each verb's --help names.
     """
 
 
 _SHARED = (
     click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
-    click.option("--log-format", type=click.Choice(get_args(LogFormat)), default="auto", help="Of the log on stderr."),
-    click.option("-v", "--verbose", count=True, help="Log more; twice for everything."),
+    click.option(
+        "--log-format",
+        type=click.Choice(get_args(LogFormat)),
+        default="auto",
+        show_default=True,
+        help="Of the log on stderr; auto: console on a terminal, else JSON.",
+    ),
+    click.option("-v", "--verbose", count=True, help="Log each step; twice for everything."),
     # `ggufstream.cli` looks for it itself, because an error may come before the options are parsed
     click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an unexpected error."),
 )
@@ -70,17 +104,75 @@ def _choice(*names: str) -> click.Choice[str]:
     return click.Choice(names, case_sensitive=False)
 
 
+_VARIABLES = {name: variable for variable, (name, _) in ENVIRONMENT.items()}
+
+
+def _option(flag: str, field: str, *, help: str, default: str | None = None, **more: Any) -> Callable[[_F], _F]:  # noqa: A002
+    """An option for a field of ``LoadOptions``. Help names its environment variable and default, but click applies
+    neither: ``LoadOptions.from_environment`` does, and its errors name the variable.
+    """
+    value = getattr(LoadOptions(), field) if default is None else default
+    facts = [f"env var: {_VARIABLES[field]}"] if field in _VARIABLES else []
+    facts += [f"default: {value}"] if value not in (None, False, ()) else []
+    text = f"{help}  [{'; '.join(facts)}]" if facts else help
+    return click.option(flag, field, help=text, **more)
+
+
 _LOADING = (
-    click.option("--backend", metavar="NAME", help="auto, cpu, cpu_scalar, vulkan or simulated:PROFILE."),
-    click.option("--device", metavar="DEVICE", help="Index of the device, or a part of its name."),
-    click.option("--io", type=_choice(*get_args(IOMode)), help="How bytes come out of the file."),
-    click.option("--upload", type=_choice(*get_args(UploadMode)), help="Into device memory in place, or via staging."),
-    click.option("--lazy", type=_choice(*get_args(LazyMode)), help="Which lookup tables stay in the file."),
-    click.option("--page-cache", type=_choice(*get_args(PageCacheMode)), help="What the page cache holds afterwards."),
-    click.option("--staging", metavar="BYTES", help="Host memory for moving bytes, such as 256M."),
-    click.option("--workers", type=click.IntRange(1), metavar="N", help="Worker threads."),
-    click.option("--select", metavar="REGEX", help="Only tensors whose name matches."),
-    click.option("--validation", is_flag=True, help="Run Vulkan's validation layer, and log what it reports."),
+    _option(
+        "--backend",
+        "backend",
+        metavar="NAME",
+        help="auto, cpu, cpu_scalar, vulkan, or simulated:PROFILE for hardware that is not here (profiles: see "
+        "`ggufstream devices`). auto: a real GPU if there is one, else cpu.",
+    ),
+    _option("--device", "device", metavar="DEVICE", help="Index of the device, or a part of its name."),
+    click.option(
+        "--devices", metavar="A,B", help="Several backends in place of one; layers are split over them in order."
+    ),
+    _option(
+        "--weights", "device_weights", metavar="X,Y", help="With --devices: their shares.", default="by free memory"
+    ),
+    _option("--io", "io", type=_choice(*get_args(IOMode)), help="How bytes come out of the file."),
+    _option(
+        "--upload",
+        "upload",
+        type=_choice(*get_args(UploadMode)),
+        help="Into device memory in place (direct), via pinned memory (staged), or let the device read the file's own "
+        "pages (alias).",
+    ),
+    _option("--lazy", "lazy", type=_choice(*get_args(LazyMode)), help="Which lookup tables stay in the file."),
+    _option(
+        "--page-cache",
+        "page_cache",
+        type=_choice(*get_args(PageCacheMode)),
+        help="What the page cache holds afterwards.",
+    ),
+    _option(
+        "--staging",
+        "staging_bytes",
+        metavar="BYTES",
+        help="Most host memory for moving bytes, such as 64M.",
+        default=f"{LoadOptions().staging_bytes >> 20}M",
+    ),
+    _option(
+        "--workers",
+        "workers",
+        type=click.IntRange(1),
+        metavar="N",
+        help="Worker threads.",
+        default="by processors",
+    ),
+    _option("--select", "select", metavar="REGEX", help="Only tensors whose name matches."),
+    _option(
+        "--override",
+        "overrides",
+        metavar="REGEX=PLACE",
+        multiple=True,
+        help="Where tensors whose name matches go: ARENA, HOST, ROWS or device:N. May be repeated; the first match "
+        "decides.",
+    ),
+    _option("--validation", "validation", is_flag=True, help="Run Vulkan's validation layer, and log what it reports."),
 )
 
 
@@ -91,30 +183,66 @@ def _loading(function: _F) -> _F:
     return function
 
 
-def _options(*, staging: str | None, validation: bool, **given: Any) -> LoadOptions:
-    """The environment's options, changed by those on the command line."""
+def _settle(
+    *,
+    log_format: LogFormat,
+    verbose: int,
+    devices: str | None,
+    device_weights: str | None,
+    staging_bytes: str | None,
+    overrides: Sequence[str],
+    validation: bool,
+    **given: Any,
+) -> tuple[LoadOptions, tuple[str, ...]]:
+    """The environment's options, changed by those on the command line; and the backends where several are asked for."""
     changes = {name: value for name, value in given.items() if value is not None}
-    if staging is not None:
+    if devices is not None and "backend" in changes:
+        raise OptionError("--backend and --devices exclude each other", remedy="Give one of them")
+    if device_weights is not None:
+        changes["device_weights"] = tuple(_share(text) for text in device_weights.split(","))
+    if staging_bytes is not None:
         try:
-            changes["staging_bytes"] = parse_bytes(staging)
+            changes["staging_bytes"] = parse_bytes(staging_bytes)
         except OptionError as error:
             raise OptionError(f"--staging: {error.what}", remedy=error.remedy) from None
+    if overrides:
+        changes["overrides"] = tuple(_override(text) for text in overrides)
     if validation:
         changes["validation"] = True
-    return LoadOptions.from_environment().replace(**changes)
-
-
-def _settle(*, log_format: LogFormat, verbose: int, **given: Any) -> LoadOptions:
-    options = _options(**given)
+    options = LoadOptions.from_environment().replace(**changes)
+    several = () if devices is None else tuple(name.strip() for name in devices.split(","))
     configure_logging(log_format, verbose)
-    return options
+    return options, several
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not math.isfinite(share):
+        raise OptionError(f"--weights: {text!r} is not a number", remedy="Write a number for each device, such as 1,2")
+    return share
+
+
+def _override(text: str) -> tuple[str, str]:
+    pattern, equals, place = text.rpartition("=")
+    if not equals:
+        raise OptionError(f"--override {text!r} names no place", remedy="Write it like 'ffn_.*_exps=HOST'")
+    return pattern, place.upper() if place.upper() in Placement.__members__ else place
+
+
+_every_row = click.option(
+    "--all", "every_row", is_flag=True, help="A row for every tensor; a terminal else shows alike layers as one."
+)
 
 
 @commands.command(short_help="Show header, metadata, tensors and shards.")
 @click.argument("file")
 @click.option("--arrays", is_flag=True, help="With --json: every element of metadata arrays.")
+@_every_row
 @_shared
-def inspect(file: str, *, arrays: bool, as_json: bool, log_format: LogFormat, verbose: int) -> None:
+def inspect(file: str, *, arrays: bool, every_row: bool, as_json: bool, log_format: LogFormat, verbose: int) -> None:
     """Show what the header of FILE says; reads no tensor data."""
     from ggufstream.gguf_file import read_index
 
@@ -127,7 +255,7 @@ def inspect(file: str, *, arrays: bool, as_json: bool, log_format: LogFormat, ve
         return
     from ggufstream.render import show_inspect
 
-    show_inspect(found)
+    show_inspect(found, every_row=every_row)
 
 
 def describe_index(index: FileIndex, *, arrays: bool = False) -> dict[str, Any]:
@@ -177,20 +305,26 @@ def describe_index(index: FileIndex, *, arrays: bool = False) -> dict[str, Any]:
 
 @commands.command(short_help="Show what a load would do, tensor by tensor.")
 @click.argument("file")
+@_every_row
 @_loading
-def plan(file: str, *, as_json: bool, **given: Any) -> None:
-    """Show what `load` would do with each tensor of FILE; moves no byte."""
-    options = _settle(**given)
-    found = run_interruptible(lambda: _plan(file, options))
+def plan(file: str, *, every_row: bool, as_json: bool, **given: Any) -> None:
+    """Show what `load` would do with each tensor of FILE; moves no byte.
+
+    The exit code is 0 even if the model does not fit; "fits" in the output of --json tells.
+    """
+    options, several = _settle(**given)
+    found = run_interruptible(lambda: _plan(file, options, several))
     if as_json:
         write_json(found)
         return
     from ggufstream.render import show_plan
 
-    show_plan(found)
+    show_plan(found, every_row=every_row)
 
 
-async def _plan(file: str, options: LoadOptions) -> dict[str, Any]:
+async def _plan(file: str, options: LoadOptions, several: Sequence[str]) -> dict[str, Any]:
+    from contextlib import ExitStack
+
     from ggufstream.backends.registry import open_for
     from ggufstream.gguf_file import read_index
     from ggufstream.plan import make_plan
@@ -199,9 +333,10 @@ async def _plan(file: str, options: LoadOptions) -> dict[str, Any]:
     index = await read_index(file)
 
     def work() -> dict[str, Any]:
-        backend, _ = open_for(options)
-        with backend:
-            return make_plan(index, backends=[backend], options=options).to_dict()
+        with ExitStack() as opened:
+            names = several or (options.backend,)
+            backends = [opened.enter_context(open_for(options.replace(backend=name))[0]) for name in names]
+            return make_plan(index, backends=backends, options=options).to_dict()
 
     return await in_thread(work)
 
@@ -211,12 +346,12 @@ async def _plan(file: str, options: LoadOptions) -> dict[str, Any]:
 @_loading
 def load(file: str, *, as_json: bool, log_format: LogFormat, **given: Any) -> None:
     """Load FILE onto a device, print the report, and free everything."""
-    options = _settle(log_format=log_format, **given)
+    options, several = _settle(log_format=log_format, **given)
     from ggufstream.loader import load as load_model
 
     async def work() -> dict[str, Any]:
         with progress_bar(log_format) as bar:
-            async with await load_model(file, options=options, sinks=[bar]) as model:
+            async with await load_model(file, devices=several, options=options, sinks=[bar]) as model:
                 return model.report.to_dict()
 
     report = run_interruptible(work)
@@ -237,13 +372,13 @@ def verify(file: str, *, as_json: bool, log_format: LogFormat, **given: Any) -> 
     Every tensor is read back and compared with the file, byte for byte, and its products with the reference. Exit
     code 5 if anything differs.
     """
-    options = _settle(log_format=log_format, **given)
+    options, several = _settle(log_format=log_format, **given)
     from ggufstream.loader import load as load_model
     from ggufstream.verification import verify as verify_model
 
     async def work() -> dict[str, Any]:
         with progress_bar(log_format) as bar:
-            async with await load_model(file, options=options, sinks=[bar]) as model:
+            async with await load_model(file, devices=several, options=options, sinks=[bar]) as model:
                 found = await verify_model(model, on_tensor=_verify_progress(model, bar))
                 report = model.report
             place = {"backend": report.backend, "device": report.device, "io": report.io, "upload": report.upload}

@@ -114,42 +114,49 @@ class LoadChanges(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How to load. Sizes in bytes."""
+    """How to load. Sizes in bytes.
+
+    Attributes:
+        backend: ``auto``, ``cpu``, ``cpu_scalar``, ``vulkan`` or ``simulated:PROFILE``. ``auto``: a real GPU, else
+            ``cpu``.
+        device: Index of the device, or a part of its name. A software device is only taken when named.
+        upload: ``direct`` fills mapped device memory in place, ``staged`` copies through pinned memory, ``alias`` lets
+            the device read the file's own pages where it can. ``auto``: the best that the device has.
+        io: How bytes come out of the file; ``auto`` decides per file by page-cache residency and file system.
+        lazy: Which lookup tables stay in the file: large ones, all with a plain lookup intent (``on``, ``all``), or
+            none.
+        lazy_bytes: ``lazy="auto"`` leaves tables of this size and more in the file.
+        page_cache: What the page cache holds afterwards: as found on discrete memory (``auto``), nothing, or
+            everything.
+        staging_bytes: Bound of the host memory that is in use for moving bytes.
+        range_bytes: Target size of one piece of work.
+        workers: Worker threads; ``None``: by processors.
+        chunk_bytes: Size of one device allocation; ``None``: what the backend prefers.
+        select: Regular expression; only tensors whose name it finds are loaded.
+        intents: Intents by tensor name, or a function of the name (``None``: the default from the naming convention).
+        overrides: Pairs of a regular expression and a place: ``ARENA``, ``HOST``, ``ROWS`` or ``device:N``. The first
+            whose pattern is found in a tensor's name decides, after the lazy mode and before everything else.
+        device_weights: How layers are split over several devices; ``None``: by their free memory.
+        validation: Run Vulkan's validation layer; what it reports is in the backend's
+            ``statistics()["validation_messages"]``.
+    """
 
     backend: str = "auto"
-    """``auto``, ``cpu``, ``cpu_scalar``, ``vulkan`` or ``simulated:PROFILE``. ``auto``: a real GPU, else ``cpu``."""
     device: str | None = None
-    """Index of the device, or a part of its name. A software device is only taken when named."""
     upload: UploadMode = "auto"
-    """``direct`` fills mapped device memory in place, ``staged`` copies through pinned memory, ``alias`` lets the device
-    read the file's own pages where it can. ``auto``: the best that the device has."""
     io: IOMode = "auto"
-    """How bytes come out of the file; ``auto`` decides per file by page-cache residency and file system."""
     lazy: LazyMode = "auto"
-    """Which lookup tables stay in the file: large ones, all with a plain lookup intent (``on``, ``all``), or none."""
     lazy_bytes: int = 256 << 20
-    """``lazy="auto"`` leaves tables of this size and more in the file."""
     page_cache: PageCacheMode = "auto"
-    """What the page cache holds afterwards: as found on discrete memory (``auto``), nothing, or everything."""
     staging_bytes: int = 256 << 20
-    """Bound of the host memory that is in use for moving bytes."""
     range_bytes: int = 8 << 20
-    """Target size of one piece of work."""
     workers: int | None = None
-    """Worker threads; ``None``: by processors."""
     chunk_bytes: int | None = None
-    """Size of one device allocation; ``None``: what the backend prefers."""
     select: str | None = None
-    """Regular expression; only tensors whose name it finds are loaded."""
     intents: Mapping[str, Intent] | Callable[[str], Intent | None] | None = field(default=None, repr=False)
-    """Intents by tensor name, or a function of the name (``None``: the default from the naming convention)."""
     overrides: Sequence[tuple[str, str]] = ()
-    """Pairs of a regular expression and a place: ``ARENA``, ``HOST``, ``ROWS`` or ``device:N``. The first whose pattern
-    is found in a tensor's name decides, after the lazy mode and before everything else."""
     device_weights: Sequence[float] | None = None
-    """How layers are split over several devices; ``None``: by their free memory."""
     validation: bool = False
-    """Run Vulkan's validation layer; what it reports is in the backend's ``statistics()["validation_messages"]``."""
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():

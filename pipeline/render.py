@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich import box
-from rich.console import Console, JustifyMethod, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ggufstream.sinks import human_bytes, human_rate, printable
+from ggufstream.errors import printable
+from ggufstream.sinks import human_bytes, human_rate
 from ggufstream.terminal import write_out
 
 __all__ = ["show_devices", "show_inspect", "show_plan", "show_report", "show_verify"]
@@ -23,8 +28,12 @@ _PIPE_WIDTH = 1000
 """Columns where stdout is no terminal: nothing is cut, so that `grep` finds whole names."""
 _TEXT_LIMIT = 200
 _PANEL_WIDTH = 100
-_NARROW = 105
-"""Columns that a whole row of a plan takes."""
+_NAME_WIDTH = 32
+"""Columns that a name keeps, as far as it is so long; other columns go first."""
+_REASON_WIDTH = 40
+_MAX_RANGES = 3
+_BLOCK = re.compile(r"(.*?\bblk\.)(\d+)(\..+)")
+_GROUPED = Text("Bytes are sums over the tensors of a row; --all shows each.", "dim")
 
 
 class _Buffer(io.StringIO):
@@ -59,19 +68,139 @@ class _Output(Console):
         write_out(text if self.is_terminal else "".join(f"{line.rstrip()}\n" for line in text.splitlines()))
 
 
+@dataclass(frozen=True, slots=True)
+class _Name:
+    """A name in one line, cut in the middle where the column is too narrow: names differ at their ends."""
+
+    text: str
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        width = cell_len(self.text)
+        return Measurement(min(width, _NAME_WIDTH), width).with_maximum(options.max_width)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(_cut_middle(self.text, options.max_width), no_wrap=True, overflow="ellipsis")
+
+
+def _cut_middle(text: str, width: int) -> str:
+    if cell_len(text) <= width:
+        return text
+    head, tail, last = "", "", max(0, (width - 1) * 2 // 3)
+    for character in reversed(text):
+        if cell_len(character + tail) > last:
+            break
+        tail = character + tail
+    for character in text:
+        if cell_len(head + character + tail) + 1 > width:
+            break
+        head += character
+    return f"{head}…{tail}"
+
+
+class _Parts:
+    """Short facts with dots between them; a line ends only between two of them."""
+
+    def __init__(self, parts: Iterable[str]) -> None:
+        self._parts = list(parts)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        widest = max((cell_len(part) for part in self._parts), default=0)
+        whole = cell_len(" · ".join(self._parts))
+        return Measurement(min(widest, options.max_width), min(whole, options.max_width))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        line = ""
+        for part in self._parts:
+            longer = f"{line} · {part}" if line else part
+            if line and cell_len(longer) > options.max_width:
+                yield Text(line)
+                line = part
+            else:
+                line = longer
+        yield Text(line, overflow="fold")
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """Of a table of tensors. ``rank`` says which goes first where there is no room: the highest."""
+
+    name: str
+    cell: Callable[[Mapping[str, Any]], str]
+    rank: int = 0
+    right: bool = False
+
+
+def _tensor_table(
+    width: int, tensors: Sequence[Mapping[str, Any]], columns: Sequence[_Column], *, title: str | None = None
+) -> tuple[Table, bool]:
+    """A row for each tensor or group of tensors, with the columns that there is room for; and whether that is all.
+
+    Names are in front and give way a little; the column ``reason`` takes what is left.
+    """
+    rows = [[column.cell(tensor) for column in columns] for tensor in tensors]
+    needs = [max([cell_len(c.name), *(cell_len(row[i]) for row in rows)]) + 2 for i, c in enumerate(columns)]
+    needs = [min(n, _REASON_WIDTH) if c.name == "reason" else n for n, c in zip(needs, columns, strict=True)]
+    longest = max((cell_len(tensor["name"]) for tensor in tensors), default=4) + 2
+    kept = set(range(len(columns)))
+    for i in sorted(kept, key=lambda i: -columns[i].rank):
+        # a reason stands only beside whole names
+        name = longest if columns[i].name == "reason" else min(longest, _NAME_WIDTH + 2)
+        if columns[i].rank and name + sum(needs[k] for k in kept) > width:
+            kept.remove(i)
+    shown = [(i, column) for i, column in enumerate(columns) if i in kept]
+    right = [column.name for _, column in shown if column.right]
+    table = _table("name", *(column.name for _, column in shown), right=right, title=title)
+    for tensor, row in zip(tensors, rows, strict=True):
+        cells = (Text(row[i], no_wrap=True, overflow="ellipsis") for i, _ in shown)
+        table.add_row(_Name(tensor["name"]), *cells)
+    return table, len(shown) == len(columns)
+
+
+def _rows(
+    tensors: Sequence[Mapping[str, Any]], *, grouped: bool, alike: Sequence[str], total: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Tensors with printable names; where ``grouped``, those of several blocks that are ``alike`` as one.
+
+    That is named ``blk.0–29.attn_q.weight ×30``, and its numbers of ``total`` are sums.
+    """
+    groups: dict[tuple[object, ...], list[tuple[int, Mapping[str, Any]]]] = {}
+    for position, tensor in enumerate(tensors):
+        match = _BLOCK.fullmatch(tensor["name"]) if grouped else None
+        same = (match[1], match[3], *(str(tensor[key]) for key in alike)) if match else (position,)
+        groups.setdefault(same, []).append((int(match[2]) if match else 0, tensor))
+    result = []
+    for same, members in groups.items():
+        row = dict(members[0][1])
+        if len(members) > 1:
+            row["name"] = f"{same[0]}{_ranges([number for number, _ in members])}{same[1]} ×{len(members)}"
+            row |= {key: sum(tensor[key] for _, tensor in members) for key in total}
+        row["name"] = printable(row["name"])
+        result.append(row)
+    return result
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """``0–2,5`` for 0, 1, 2 and 5; ``0…17`` for many with gaps."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    if len(found) > _MAX_RANGES:
+        return f"{found[0][0]}…{found[-1][1]}"
+    return ",".join(str(first) if first == last else f"{first}–{last}" for first, last in found)
+
+
 def _table(*columns: str, right: Iterable[str] = (), title: str | None = None) -> Table:
-    """A table whose first column alone gives way on a narrow terminal."""
+    """A table whose first column alone gives way on a narrow terminal; and the reasons, which are long."""
     table = Table(box=None, padding=(0, 2, 0, 0), title=title, title_justify="left", title_style="bold")
     for position, name in enumerate(columns):
         justify: JustifyMethod = "right" if name in right else "left"
         style = "dim" if name == "reason" else ""
-        table.add_column(name, justify=justify, no_wrap=position > 0, style=style, header_style="bold cyan")
+        no_wrap = position > 0 and name != "reason"
+        table.add_column(name, justify=justify, no_wrap=no_wrap, style=style, header_style="bold cyan")
     return table
-
-
-def _name(text: str) -> Text:
-    """Cut at the end where the column is too narrow; never broken into lines."""
-    return Text(printable(text), no_wrap=True, overflow="ellipsis")
 
 
 def _facts() -> Table:
@@ -100,7 +229,7 @@ def _value(value: Any) -> str:
     return text if len(text) <= _TEXT_LIMIT else f"{text[:_TEXT_LIMIT]}… ({len(text):,} characters)"
 
 
-def show_inspect(found: Mapping[str, Any]) -> None:
+def show_inspect(found: Mapping[str, Any], *, every_row: bool = False) -> None:
     console = _Output()
     facts = _facts()
     facts.add_row("file", printable(found["file"]))
@@ -117,17 +246,26 @@ def show_inspect(found: Mapping[str, Any]) -> None:
     metadata = _table("key", "value", title="metadata")
     metadata.columns[0].no_wrap, metadata.columns[1].no_wrap = True, False
     for key, value in found["metadata"].items():
-        metadata.add_row(printable(key), _name(_value(value)))
-    tensors = _table("name", "type", "shape", "offset", "bytes", right=("shape", "offset", "bytes"), title="tensors")
-    for t in found["tensors"]:
-        cells = (t["type"], _shape(t["shape"]), f"{t['offset']:,}", f"{t['bytes']:,}")
-        tensors.add_row(_name(t["name"]), *cells)
+        metadata.add_row(printable(key), Text(_value(value), no_wrap=True, overflow="ellipsis"))
+    grouped = console.is_terminal and not every_row
+    rows = _rows(found["tensors"], grouped=grouped, alike=("type", "shape"), total=("bytes",))
+    columns = [
+        _Column("type", lambda t: str(t["type"])),
+        _Column("shape", lambda t: _shape(t["shape"]), rank=2, right=True),
+        _Column("offset", lambda t: f"{t['offset']:,}", rank=3, right=True),
+        _Column("bytes", lambda t: f"{t['bytes']:,}", rank=1, right=True),
+    ]
+    if fewer := len(rows) < len(found["tensors"]):
+        columns = [column for column in columns if column.name != "offset"]
+    tensors, _ = _tensor_table(console.width, rows, columns, title="tensors")
     types = _table("type", "tensors", "bytes", "size", right=("tensors", "bytes", "size"), title="types")
     for name, total in found["types"].items():
         types.add_row(name, str(total["tensors"]), f"{total['bytes']:,}", human_bytes(total["bytes"]))
     for table in (metadata, tensors, types):
         console.show()
         console.show(table)
+        if fewer and table is tensors:
+            console.show(_GROUPED)
 
 
 def _model(found: Mapping[str, Any]) -> str:
@@ -141,49 +279,68 @@ def _model(found: Mapping[str, Any]) -> str:
     return ", ".join(_value(part) for part in parts if part is not None) or "unknown"
 
 
-def show_plan(found: Mapping[str, Any]) -> None:
+def show_plan(found: Mapping[str, Any], *, every_row: bool = False) -> None:
     console = _Output()
-    narrow = console.width < _NARROW
-    cells: dict[str, Callable[[Mapping[str, Any]], RenderableType]] = {
-        "name": lambda t: _name(t["name"]),
-        "type": lambda t: t["type"],
-        "shape": lambda t: _shape(t["shape"]),
-        "intent": lambda t: t["intent"],
-        "layout": lambda t: t["layout"],
-        "placement": lambda t: t["placement"],
-        "file": lambda t: human_bytes(t["file_bytes"]),
-        "device": lambda t: human_bytes(t["device_bytes"]) if t["device_bytes"] else "–",
-        "reason": lambda t: printable(t["reason"]),
-    }
-    reasons = [{"tensor": t["name"], "reason": t["reason"]} for t in found["tensors"] if t["reason"]]
-    hidden = {"shape", "file", "reason"} if narrow else set() if reasons else {"reason"}
-    shown = [name for name in cells if name not in hidden]
-    table = _table(*shown, right=("shape", "file", "device"))
-    for tensor in found["tensors"]:
-        table.add_row(*(cells[name](tensor) for name in shown))
+    rows = _rows(
+        found["tensors"],
+        grouped=console.is_terminal and not every_row,
+        alike=("type", "shape", "intent", "layout", "placement", "arena", "slices", "reason"),
+        total=("file_bytes", "device_bytes", "host_bytes"),
+    )
+    columns = [
+        _Column("type", lambda t: str(t["type"])),
+        _Column("shape", lambda t: _shape(t["shape"]), rank=5, right=True),
+        _Column("intent", lambda t: str(t["intent"]), rank=2),
+        _Column("layout", lambda t: str(t["layout"]), rank=1),
+        _Column("place", lambda t: str(t["placement"])),
+        _Column("in file", lambda t: human_bytes(t["file_bytes"]), rank=4, right=True),
+        _Column("loaded", lambda t: _size(t["device_bytes"] + t["host_bytes"]), rank=3, right=True),
+        _Column("reason", lambda t: printable(t["reason"]), rank=6),
+    ]
+    if len(found["devices"]) > 1:
+        columns.insert(5, _Column("arena", lambda t: printable(t["arena"] or "–")))
+    table, complete = _tensor_table(console.width, rows, columns)
     console.show(table)
+    if len(rows) < len(found["tensors"]):
+        console.show(_GROUPED)
     console.show()
+    if not complete:
+        reasons = _table("tensors", "reason", right=("tensors",))
+        for reason, names in _by_reason({"tensor": t["name"], "reason": t["reason"]} for t in found["tensors"]).items():
+            reasons.add_row(str(len(names)), reason)
+        console.show(reasons)
+        console.show()
     arenas = _table("arena", "planned", "bytes", "slices", right=("planned", "bytes", "slices"))
     for arena in found["arenas"]:
         planned = arena["planned_bytes"]
+        name = printable(arena["name"]) + (" (mapped)" if arena["mapped"] else "")
         if planned:
-            arenas.add_row(printable(arena["name"]), human_bytes(planned), f"{planned:,}", str(arena.get("slices", "")))
-    console.show(arenas)
-    console.show()
-    fallbacks = {fallback["reason"] for fallback in found["fallbacks"]}
-    for reason, names in _by_reason(reasons if narrow else found["fallbacks"]).items():
-        console.show(Text(f"{len(names)} × {reason}: {_some(names)}", "yellow" if reason in fallbacks else "dim"))
-    console.show(_budget_line(found))
+            arenas.add_row(name, human_bytes(planned), f"{planned:,}", str(arena["slices"]))
+    if arenas.row_count:
+        console.show(arenas)
+        console.show()
+    for reason, names in _by_reason(found["fallbacks"]).items():
+        console.show(Text(f"fallback: {len(names)} × {reason}: {_some(names)}", "yellow"))
+    for warning in found["warnings"]:
+        console.show(Text(f"warning: {printable(warning)}", "yellow"))
+    if found["skipped"]:
+        console.show(f"{len(found['skipped'])} tensors are left out by --select")
+    for device in found["devices"]:
+        console.show(_fits(device))
 
 
-def _budget_line(found: Mapping[str, Any]) -> Text:
-    device = printable(f"{found['backend']}: {found['device']}")
-    budget = found["budget_bytes"]
+def _size(n: int) -> str:
+    return human_bytes(n) if n else "–"
+
+
+def _fits(device: Mapping[str, Any]) -> Text:
+    name = printable(f"{device['backend']}: {device['device']}")
+    planned, budget = human_bytes(device["planned_bytes"]), device["budget_bytes"]
     if budget is None:
-        return Text(f"{device} does not say how much memory it has")
-    if found["fits"]:
-        return Text(f"fits {device}, which has {human_bytes(budget)} to give", "green")
-    return Text(f"does not fit {device}, which has only {human_bytes(budget)} to give", "bold red")
+        return Text(f"{planned} on {name}, which does not say how much memory it has")
+    if device["fits"]:
+        return Text(f"fits: {planned} of {human_bytes(budget)} on {name}", "green")
+    return Text(f"does not fit: {planned} planned, but only {human_bytes(budget)} to give on {name}", "bold red")
 
 
 def _by_reason(fallbacks: Iterable[Mapping[str, str]]) -> dict[str, list[str]]:
@@ -205,22 +362,26 @@ def show_report(report: Mapping[str, Any]) -> None:
     facts = _facts()
     facts.add_row("loaded", f"{r['tensors']} tensors, {human_bytes(r['tensor_bytes'])} → {_target(r)}")
     if r["backend_reason"] not in ("asked for", "given"):
-        facts.add_row("backend", printable(r["backend_reason"]))
+        facts.add_row("backend", printable(f"{r['backend']}: {r['backend_reason']}"))
     moved = f": {human_bytes(r['streamed_bytes'])} in {_seconds(seconds['stream'])}"
     facts.add_row("speed", Text.assemble((human_rate(r["bytes_per_second"]), "bold green"), moved))
-    facts.add_row("io", f"{r['io']}: {printable(r['io_reason'])}")
-    facts.add_row("upload", f"{r['upload']}, {r['workers']} worker thread{'s' if r['workers'] != 1 else ''}")
-    steps = [f"{name} {_seconds(seconds[name])}" for name in ("header", "plan", "stream", "total") if name in seconds]
-    facts.add_row("time", " · ".join(steps))
+    facts.add_row("io", f"{_words(r['io'], _IO)}: {printable(r['io_reason'])}")
+    workers = f"{r['workers']} worker thread{'s' if r['workers'] != 1 else ''}"
+    facts.add_row("upload", f"{_words(r['upload'], _UPLOAD)}, {workers}")
+    steps = ("header", "open", "plan", "stream", "total")
+    facts.add_row("time", _Parts(f"{name} {_seconds(seconds[name])}" for name in steps if name in seconds))
     if r["first_layer_seconds"] is not None:
         facts.add_row("", f"first layer ready after {_seconds(r['first_layer_seconds'])}")
     facts.add_row("placed", _totals(r["placements"]))
     facts.add_row("layouts", _totals(r["layouts"]))
     facts.add_row("arenas", "\n".join(_arena(arena) for arena in r["arenas"] if arena["planned_bytes"]) or "none")
-    facts.add_row("RSS", " · ".join(f"{human_bytes(rss[when])} {when}" for when in ("before", "peak", "after")))
-    facts.add_row("staging", f"{human_bytes(r['staging_peak_bytes'])} used of {human_bytes(r['staging_bytes'])}")
-    held = " · ".join(f"{_known(cache[when])} {when}" for when in ("before", "after"))
-    facts.add_row("page cache", f"{r['page_cache']}: {held} · {human_bytes(r['released_bytes'])} given back")
+    facts.add_row("RSS", _Parts(f"{human_bytes(rss[when])} {when}" for when in ("before", "peak", "after")))
+    if r["staging_peak_bytes"]:
+        facts.add_row("staging", f"{human_bytes(r['staging_peak_bytes'])} used of {human_bytes(r['staging_bytes'])}")
+    held = [f"{r['page_cache']}: {_known(cache['before'])} before", f"{_known(cache['after'])} after"]
+    if r["released_bytes"]:
+        held.append(f"{human_bytes(r['released_bytes'])} unmapped or evicted")
+    facts.add_row("page cache", _Parts(held))
     facts.add_row("event loop", f"late by {lag['max']:.1f} ms at most, p99 {lag['p99']:.1f} ms")
     for reason, names in _by_reason(r["fallbacks"]).items():
         facts.add_row(Text("fallback", "yellow"), f"{len(names)} × {reason}: {_some(names)}")
@@ -229,9 +390,22 @@ def show_report(report: Mapping[str, Any]) -> None:
     _panel(console, facts, os.path.basename(r["file"]))
 
 
-def _panel(console: _Output, body: RenderableType, title: str | Text) -> None:
-    width = min(console.width, _PANEL_WIDTH)
+_IO = {"direct": "direct (O_DIRECT, past the page cache)"}
+_UPLOAD = {"direct": "in place", "alias": "none (the device reads the file's own pages)"}
+
+
+def _words(names: str, words: Mapping[str, str]) -> str:
+    """``a+b`` as people read it."""
+    return " + ".join(words.get(name, printable(name)) for name in names.split("+"))
+
+
+def _panel(console: _Output, body: Table, title: str | Text) -> None:
+    """Facts in a box on a terminal, in plain lines elsewhere."""
     name = title if isinstance(title, Text) else Text(printable(title), "bold")
+    if not console.is_terminal:
+        console.show(name, body)
+        return
+    width = min(console.width, _PANEL_WIDTH)
     name.truncate(width - 6, overflow="ellipsis")
     console.show(Panel(body, title=name, title_align="left", box=box.ROUNDED, border_style="dim", width=width))
 
@@ -241,9 +415,9 @@ def _target(result: Mapping[str, Any]) -> str:
     return f"{backend}: {device}"
 
 
-def _totals(totals: Mapping[str, Mapping[str, int]]) -> str:
-    parts = (f"{name} {t['tensors']} tensors {human_bytes(t['bytes'])}" for name, t in totals.items() if t["tensors"])
-    return " · ".join(parts) or "nothing"
+def _totals(totals: Mapping[str, Mapping[str, int]]) -> _Parts:
+    parts = [f"{name} {t['tensors']} tensors {human_bytes(t['bytes'])}" for name, t in totals.items() if t["tensors"]]
+    return _Parts(parts or ["nothing"])
 
 
 def _arena(arena: Mapping[str, Any]) -> str:
@@ -261,7 +435,9 @@ def show_verify(result: Mapping[str, Any]) -> None:
     console = _Output()
     differing = result["differing"]
     facts = _facts()
-    facts.add_row("loaded", f"→ {_target(result)}; io {result['io']}, upload {result['upload']}")
+    facts.add_row("loaded", f"→ {_target(result)}")
+    facts.add_row("io", _words(result["io"], _IO))
+    facts.add_row("upload", _words(result["upload"], _UPLOAD))
     facts.add_row("compared", f"{result['tensors']} tensors, {human_bytes(result['bytes'])}, byte for byte")
     error = f"off by {result['largest_product_error']:.1e} of the largest value at most"
     facts.add_row("multiplied", f"{result['products']} weights, {error}" if result["products"] else "nothing")
@@ -299,11 +475,11 @@ _LIMITS = {
 }
 
 
-def _device(device: Mapping[str, Any]) -> Iterator[tuple[RenderableType, str]]:
+def _device(device: Mapping[str, Any]) -> Iterator[tuple[RenderableType, RenderableType]]:
     """What a person wants to know of a device; ``--json`` has all of it."""
-    index = f"{device['index']}: " if "index" in device else ""
-    kind = f" ({printable(device['kind'])})" if device.get("kind") else ""
-    yield Text("device", "bold"), f"{index}{printable(device['name'])}{kind}"
+    index = f"#{device['index']} " if "index" in device else ""
+    kind = "software" if device.get("kind") == "cpu" else printable(device.get("kind", ""))
+    yield Text("device", "bold"), f"{index}{printable(device['name'])}" + (f" ({kind})" if kind else "")
     if device.get("driver"):
         yield "driver", f"{printable(device['driver'])}, Vulkan {printable(device.get('api_version', '?'))}"
     for heap in device.get("heaps", ()):
@@ -312,11 +488,6 @@ def _device(device: Mapping[str, Any]) -> Iterator[tuple[RenderableType, str]]:
     limits = device.get("limits", {})
     named = [f"{label} {human_bytes(limits[key])}" for key, label in _LIMITS.items() if limits.get(key) is not None]
     if named:
-        yield "limits", " · ".join(named)
-    features = device.get("features", {})
-    if present := [name for name, there in features.items() if there]:
-        yield "features", ", ".join(present)
-    if absent := [name for name, there in features.items() if not there]:
-        yield Text("without", "yellow"), ", ".join(absent)
+        yield "limits", _Parts(named)
     for lack in device.get("lacks", ()):
         yield Text("lacks", "yellow"), printable(lack)

@@ -34,7 +34,7 @@ from ggufstream.events import (
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
-__all__ = ["RichProgress", "StructlogSink", "flatten_report", "human_bytes", "human_rate", "printable"]
+__all__ = ["RichProgress", "StructlogSink", "flatten_report", "human_bytes", "human_rate"]
 
 
 def human_bytes(n: float) -> str:
@@ -89,7 +89,9 @@ class StructlogSink:
 
     Progress and ready tensors are at debug level. Records go to structlog where the application has configured it,
     else to the standard library's logger ``ggufstream``: an application that configured neither sees nothing below
-    a warning, and nothing on stdout. Values bound with ``structlog.contextvars`` stay in the records.
+    a warning, and nothing on stdout. Values bound with ``structlog.contextvars`` stay in the records. The end that a
+    caller learns from an exception anyway is no alarm here: ``load_failed`` is at debug level, ``load_cancelled`` at
+    info.
     """
 
     def __init__(self, logger: Any = None) -> None:
@@ -117,9 +119,9 @@ class StructlogSink:
             case LoadFailed():
                 kind, exit_code = type(event.error).__name__, getattr(event.error, "exit_code", None)
                 fields = {"load_id": event.load_id, "error": str(event.error), "error_type": kind}
-                self._log.error("load_failed", **fields, **({} if exit_code is None else {"exit_code": exit_code}))
+                self._log.debug("load_failed", **fields, **({} if exit_code is None else {"exit_code": exit_code}))
             case LoadCancelled():
-                self._log.warning("load_cancelled", load_id=event.load_id)
+                self._log.info("load_cancelled", load_id=event.load_id)
 
     def sink_failed(self, load_id: str, sink: object, error: BaseException) -> None:
         """Record that another sink raised, and gets no more events of this load."""
@@ -182,11 +184,15 @@ class RichProgress:
         refresh_per_second: Pictures a second.
 
     Raises:
-        ModuleNotFoundError: rich is not installed (``pip install 'ggufstream[cli]'``).
+        ModuleNotFoundError: rich is not installed (``pip install rich``).
     """
 
     def __init__(self, *, file: IO[str] | None = None, refresh_per_second: float = 10) -> None:
-        from rich.console import Console
+        try:
+            from rich.console import Console
+        except ModuleNotFoundError as error:
+            missing = "RichProgress needs rich. Install it with: pip install rich"
+            raise ModuleNotFoundError(missing, name=error.name, path=error.path) from None
 
         stream = sys.stderr if file is None else file
         self._console: Console = Console(file=stream, markup=False, emoji=False, highlight=False)
@@ -255,14 +261,14 @@ class RichProgress:
 
 def _picture(view: _LoadView, width: int) -> Iterator[RenderableType]:
     """Three lines: what, the bar, and the numbers."""
+    from rich.cells import cell_len
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
 
-    name = _tail(printable(view.file), width // 2)
-    head = Text.assemble((name, "bold"), no_wrap=True, overflow="ellipsis")
-    if view.target:
-        head.append(f" → {printable(view.target)}", "dim")
+    target = f" → {printable(view.target)}" if view.target else ""
+    name = _tail(printable(view.file), max(width - cell_len(target), width // 2))
+    head = Text.assemble((name, "bold"), (target, "dim"), no_wrap=True, overflow="ellipsis")
     yield head
     p = view.progress
     done, total = (p.bytes_done, p.bytes_total) if p else (0, view.bytes_total)
@@ -286,8 +292,10 @@ def _picture(view: _LoadView, width: int) -> Iterator[RenderableType]:
             parts.append(f"{printable(arena)} {_human_share(view.allocated.get(arena, 0), planned)}")
     if view.end in ("failed", "cancelled"):
         parts.insert(0, view.end)
-    numbers = Text(" · ".join(parts), "dim", no_wrap=True)
     # room for the terminal's own ^C, which would else begin a line and leave a copy of the picture behind
+    while len(parts) > 1 and cell_len(" · ".join(parts)) > width - 3:
+        parts.pop()  # the most important come first
+    numbers = Text(" · ".join(parts), "dim", no_wrap=True)
     numbers.truncate(width - 3, overflow="ellipsis")
     yield numbers
 

@@ -15,6 +15,8 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from ggufstream.errors import printable
+
 if TYPE_CHECKING:
     from anyio.abc import TaskStatus
     from structlog.typing import EventDict, Processor
@@ -26,6 +28,8 @@ __all__ = [
     "LogFormat",
     "OutputError",
     "configure_logging",
+    "log_failure",
+    "logs_json",
     "progress_bar",
     "run_interruptible",
     "to_json",
@@ -145,8 +149,9 @@ def progress_bar(log_format: LogFormat) -> Iterator[EventSink]:
     from ggufstream.sinks import RichProgress
 
     with RichProgress() as bar:
-        bar.active = bar.active and log_format != "json"
-        yield bar if bar.active or log_format != "console" else _progress_lines()
+        as_json = logs_json(log_format)
+        bar.active = bar.active and not as_json
+        yield bar if bar.active or as_json else _progress_lines()
 
 
 def _progress_lines() -> EventSink:
@@ -171,32 +176,52 @@ def _progress_lines() -> EventSink:
     return sink
 
 
+def logs_json(log_format: str) -> bool:
+    """Whether the log is for machines: asked for, or because stderr is no terminal."""
+    return log_format == "json" or (log_format != "console" and not sys.stderr.isatty())
+
+
 def configure_logging(log_format: LogFormat, verbose: int) -> None:
     """Send structlog's records to stderr: for people on a terminal, else one JSON object a line.
 
-    For people only warnings, because the bar and the report say the rest; ``verbose`` 1 adds info, 2 debug.
+    Warnings, and in JSON the record of a load that has finished; ``verbose`` 1 adds info, 2 debug. Errors are the
+    command's own to say, once: see :func:`log_failure`.
     """
     import structlog
 
-    terminal = sys.stderr.isatty()
-    as_json = log_format == "json" or (log_format == "auto" and not terminal)
-    level = logging.INFO if as_json else logging.WARNING
-    level = max(logging.DEBUG, level - 10 * verbose)
-    shared: list[Processor] = [
+    as_json = logs_json(log_format)
+    level = max(logging.DEBUG, logging.WARNING - 10 * verbose)
+    processors: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso" if as_json else "%H:%M:%S", utc=as_json),
     ]
-    renderer: list[Processor] = [_event_first, structlog.processors.JSONRenderer()]
-    if not as_json:
-        # the command prints the error itself, in one line
-        renderer = [_drop_end, _printable_values, structlog.dev.ConsoleRenderer(colors=_colors())]
+    if as_json:
+        if level == logging.WARNING:
+            level = logging.INFO
+            processors.insert(0, _only_the_end)
+        processors += [_event_first, structlog.processors.JSONRenderer()]
+    else:
+        processors += [_drop_end, _printable_values, structlog.dev.ConsoleRenderer(colors=_colors())]
     structlog.configure(
-        processors=[*shared, *renderer],
+        processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=lambda *_: _StderrLogger(),
         cache_logger_on_first_use=True,
     )
+
+
+def log_failure(message: str, facts: Mapping[str, Any], *, as_json: bool) -> None:
+    """Say on stderr how the command failed: one line, or one JSON record."""
+    if as_json:
+        from datetime import UTC, datetime
+
+        now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+        record = {"timestamp": now, "level": "error", "event": "failed", "error": message, **facts}
+        message = json.dumps(to_json(record), allow_nan=False)
+    else:
+        message = f"error: {printable(message)}"
+    print(message, file=sys.stderr, flush=True)
 
 
 def _colors() -> bool:
@@ -208,17 +233,23 @@ def _event_first(_: object, __: str, record: EventDict) -> EventDict:
     return {**first, **record}
 
 
-def _drop_end(_: object, __: str, record: EventDict) -> EventDict:
+def _only_the_end(_: object, level: str, record: EventDict) -> EventDict:
     import structlog
 
-    if record.get("event") in ("load_failed", "load_cancelled"):
+    if level == "info" and record.get("event") != "load_finished":
         raise structlog.DropEvent
     return record
 
 
-def _printable_values(_: object, __: str, record: EventDict) -> EventDict:
-    from ggufstream.sinks import printable
+def _drop_end(_: object, __: str, record: EventDict) -> EventDict:
+    import structlog
 
+    if record.get("event") in ("load_failed", "load_cancelled"):
+        raise structlog.DropEvent  # the command says it, in one line
+    return record
+
+
+def _printable_values(_: object, __: str, record: EventDict) -> EventDict:
     return {key: printable(value) if isinstance(value, str) else value for key, value in record.items()}
 
 

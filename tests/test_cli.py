@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from ggufstream.commands import commands
 from tests import gguf_builder as gb
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
+
+LOG_TO_CONSOLE = ("--log-format", "console")
 
 LOAD_KEYS = {
     "file", "file_bytes", "tensors", "tensor_bytes", "backend", "device", "io", "io_reason", "seconds",
@@ -177,9 +180,8 @@ def test_load_json_keeps_the_contract(smollm2_path: Path) -> None:
     for arena in report["arenas"]:
         assert set(arena) >= {"name", "planned_bytes", "used_bytes", "allocated_bytes", "chunks"}
         assert arena["used_bytes"] == arena["planned_bytes"]
-    records = [json.loads(line) for line in done.stderr.splitlines()]
-    assert records[0]["event"] == "load_started"
-    (canonical,) = [r for r in records if r["event"] == "load_finished"]
+    (canonical,) = [json.loads(line) for line in done.stderr.splitlines()]
+    assert canonical["event"] == "load_finished"
     assert canonical["bytes_per_second"] == report["bytes_per_second"]
     assert canonical["load_id"] == report["load_id"]
 
@@ -187,8 +189,9 @@ def test_load_json_keeps_the_contract(smollm2_path: Path) -> None:
 def test_load_prints_a_report(smollm2_path: Path) -> None:
     done = run("load", "--backend", "cpu", "--log-format", "console", smollm2_path)
     assert done.returncode == 0
-    for label in ("loaded", "speed", "io", "upload", "time", "placed", "layouts", "arenas", "RSS", "staging"):
-        assert f"│ {label} " in done.stdout
+    for label in ("loaded", "speed", "io", "upload", "time", "placed", "layouts", "arenas", "RSS"):
+        assert f"\n{label} " in done.stdout
+    assert "│" not in done.stdout
     assert "100 %  92.1 MiB of 92.1 MiB" in done.stderr
 
 
@@ -278,7 +281,7 @@ def test_bad_file_is_one_line_and_exit_3(
     call: Callable[..., tuple[int, str, str]], bad: Callable[[str], Path], verb: str, kind: str
 ) -> None:
     path = bad(kind)
-    code, out, err = call(verb, path, *([] if verb == "inspect" else ["--backend", "cpu", "--log-format", "console"]))
+    code, out, err = call(verb, path, *([] if verb == "inspect" else ["--backend", "cpu"]), *LOG_TO_CONSOLE)
     assert (code, out) == (3, "")
     assert err.count("\n") == 1
     assert err.startswith(f"error: {path}")
@@ -290,7 +293,19 @@ def test_error_in_json(call: Callable[..., tuple[int, str, str]], tmp_path: Path
     assert code == error["exit_code"] == 3
     assert error["type"] == "MissingFileError"
     assert error["file"] == str(tmp_path / "gone.gguf")
-    assert err == f"error: {error['message']}\n"
+    record = json.loads(err)
+    assert (record["level"], record["event"], record["exit_code"]) == ("error", "failed", 3)
+    assert (record["error"], record["error_type"]) == (error["message"], error["type"])
+
+
+@pytest.mark.parametrize("verbosity", [[], ["-v"]])
+def test_a_failed_load_is_one_json_record(
+    call: Callable[..., tuple[int, str, str]], tmp_path: Path, verbosity: list[str]
+) -> None:
+    code, out, err = call("load", "--backend", "cpu", *verbosity, tmp_path / "gone.gguf")
+    assert (code, out) == (3, "")
+    events = [json.loads(line)["event"] for line in err.splitlines()]
+    assert events == (["load_started", "failed"] if verbosity else ["failed"])
 
 
 @pytest.mark.parametrize(
@@ -300,7 +315,11 @@ def test_error_in_json(call: Callable[..., tuple[int, str, str]], tmp_path: Path
         (["load"], "Missing argument 'FILE'"),
         (["load", "--io", "telepathy", "x"], "'telepathy' is not one of"),
         (["load", "--staging", "lots", "x"], "--staging: 'lots' is not a size in bytes"),
-        (["load", "--select", "(", "x"], "is not a regular expression"),
+        (["load", "--select", "(", "x"], "--select '(' is not a regular expression"),
+        (["load", "--staging", "1", "x"], "--staging 1 is too small"),
+        (["load", "--devices", "cpu,cpu", "--backend", "cpu", "x"], "--backend and --devices exclude each other"),
+        (["load", "--devices", "cpu", "--weights", "1,x", "x"], "--weights: 'x' is not a number"),
+        (["load", "--override", "ffn", "x"], "--override 'ffn' names no place"),
         (["plan", "--workers", "0", "x"], "0 is not in the range"),
         (["inspect", "--wrong", "x"], "No such option"),
     ],
@@ -308,10 +327,11 @@ def test_error_in_json(call: Callable[..., tuple[int, str, str]], tmp_path: Path
 def test_usage_error_is_one_line_and_exit_2(
     call: Callable[..., tuple[int, str, str]], arguments: list[str], part: str
 ) -> None:
-    code, out, err = call(*arguments)
+    code, out, err = call(*arguments, *LOG_TO_CONSOLE)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("error: ")
     assert part in err
+    assert json.loads(call(*arguments)[2])["exit_code"] == 2, "among JSON records it is one of them"
 
 
 def test_unknown_backend_is_exit_2(call: Callable[..., tuple[int, str, str]], small: Path) -> None:
@@ -372,13 +392,10 @@ def test_hostile_names_are_escaped(hostile: Path, verb: str) -> None:
         assert r"[red]\x1b[2J\nw\u202e" in done.stdout
 
 
-LOG_TO_CONSOLE = ("--log-format", "console")
-
-
 def test_hostile_name_in_an_error_is_escaped(tmp_path: Path) -> None:
     path = tmp_path / "\x1b[2J\n.gguf"
     path.touch()
-    done = run("inspect", path)
+    done = run("inspect", path, *LOG_TO_CONSOLE)
     assert done.returncode == 3
     assert done.stderr.count("\n") == 1
     assert "\x1b" not in done.stderr
@@ -406,7 +423,8 @@ def test_full_disk_is_one_line(smollm2_path: Path) -> None:
     with open("/dev/full", "w", encoding="utf-8") as full:
         command = [sys.executable, "-m", "ggufstream", "inspect", smollm2_path]
         for flags in ([], ["--json"]):
-            done = subprocess.run([*command, *flags], stdout=full, stderr=subprocess.PIPE, text=True, env=environment())
+            arguments = [*command, *flags, *LOG_TO_CONSOLE]
+            done = subprocess.run(arguments, stdout=full, stderr=subprocess.PIPE, text=True, env=environment())
             assert done.returncode == 1
             assert done.stderr == "error: cannot write the output: No space left on device\n"
 
@@ -418,17 +436,18 @@ def test_unexpected_error_is_one_line_unless_debug(
         raise ZeroDivisionError("of course")
 
     monkeypatch.setattr("ggufstream.gguf_file.read_index", broken)
-    code, _, err = call("inspect", small)
+    code, _, err = call("inspect", small, *LOG_TO_CONSOLE)
     assert code == 1
     assert err == ("error: unexpected ZeroDivisionError: of course. This is a bug in ggufstream; --debug shows where\n")
-    assert "Traceback" in call("inspect", "--debug", small)[2]
+    assert "Traceback" in call("inspect", "--debug", small, *LOG_TO_CONSOLE)[2]
+    assert "Traceback" in json.loads(call("inspect", "--debug", small)[2])["exception"]
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("as_json", [False, True])
 def test_signal_during_a_load_ends_it_cleanly(gemma_path: Path, signum: int, code: int, as_json: bool) -> None:
     # cpu_scalar packs nothing; a small budget makes many ranges, so that the load is still on its way
-    options = ["--backend", "cpu", "--io", "pread", "--staging", "1M", "--workers", "1", "--log-format", "json", "-v"]
+    options = ["--backend", "cpu", "--io", "pread", "--staging", "1M", "--workers", "1", "--log-format", "json", "-vv"]
     command = [sys.executable, "-m", "ggufstream", "load", gemma_path, *options, *(["--json"] if as_json else [])]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
@@ -446,7 +465,7 @@ def test_signal_during_a_load_ends_it_cleanly(gemma_path: Path, signum: int, cod
         assert process.wait() == code, "".join(lines)
     *records, last = lines
     name = signal.Signals(signum).name
-    assert last == f"error: interrupted by {name}\n"
+    assert json.loads(last)["error"] == f"interrupted by {name}"
     assert json.loads(records[-1])["event"] == "load_cancelled"
     if as_json:
         assert json.loads(out)["error"] == {
@@ -475,6 +494,100 @@ def test_second_signal_ends_at_once(tmp_path: Path) -> None:
         # a second signal of another number: two pending ones of one number would be merged into one
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) in (130, 143)
+
+
+def test_an_empty_path_is_quoted(call: Callable[..., tuple[int, str, str]]) -> None:
+    assert call("inspect", "", *LOG_TO_CONSOLE)[2].startswith("error: '': ")
+
+
+def test_an_option_from_the_environment_keeps_its_name(
+    call: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GGUFSTREAM_IO", "fast")
+    assert "GGUFSTREAM_IO='fast': io='fast'" in call("plan", "x", *LOG_TO_CONSOLE)[2]
+
+
+def test_help_shows_defaults_and_variables(call: Callable[..., tuple[int, str, str]]) -> None:
+    _, out, _ = call("load", "--help")
+    flat = " ".join(out.split())
+    assert "[env var: GGUFSTREAM_STAGING; default: 256M]" in flat
+    assert "simulated:PROFILE" in flat
+    _, out, _ = call("--help")
+    assert "Exit codes:\n  0 " in out
+
+
+def test_several_devices(call: Callable[..., tuple[int, str, str]], smollm2_path: Path) -> None:
+    devices = ["--devices", "cpu,cpu_scalar", "--weights", "1,3", "--override", "ffn_up=host"]
+    _, out, _ = call("plan", "--json", *devices, smollm2_path)
+    found = json.loads(out)
+    assert [device["backend"] for device in found["devices"]] == ["cpu", "cpu_scalar"]
+    up = [t for t in found["tensors"] if "ffn_up" in t["name"]]
+    assert {t["placement"] for t in up} == {"HOST"}
+    _, out, _ = call("plan", *devices, smollm2_path)
+    assert "device:1" in out
+    assert out.splitlines()[-1].startswith("fits: ")
+    _, out, _ = call("load", "--json", *devices, smollm2_path)
+    assert json.loads(out)["backend"] == "cpu+cpu_scalar"
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """The command on a terminal of some width: what stdout shows."""
+
+    def show(width: int, *arguments: str | Path) -> str:
+        monkeypatch.setenv("COLUMNS", str(width))
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setenv("NO_COLOR", "1")
+        shown: list[str] = []
+        monkeypatch.setattr("ggufstream.render.write_out", shown.append)
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        assert cli.main([os.fspath(argument) for argument in arguments]) == 0
+        return re.sub(r"\x1b\[[0-9;]*m", "", "".join(shown))
+
+    return show
+
+
+@pytest.mark.parametrize("width", [50, 60, 80, 120, 200])
+def test_no_line_is_wider_than_the_terminal(
+    terminal: Callable[..., str], restored_structlog: None, gemma_path: Path, width: int
+) -> None:
+    for verb in (["inspect"], ["plan", "--backend", "simulated:tiny"], ["inspect", "--all"]):
+        lines = terminal(width, *verb, gemma_path).splitlines()
+        assert max(map(len, lines)) <= width
+        if "--all" not in verb and width >= 60:
+            assert [line for line in lines if line.startswith("blk.0–17.attn_k.weight ×18 ")]
+
+
+def test_a_wide_terminal_shows_the_reasons(
+    terminal: Callable[..., str], restored_structlog: None, gemma_path: Path
+) -> None:
+    lines = terminal(200, "plan", "--backend", "cpu", gemma_path).splitlines()
+    assert lines[0].split()[-1] == "reason"
+    assert len(terminal(200, "plan", "--backend", "cpu", "--all", gemma_path).splitlines()) > 236
+
+
+def test_a_panel_on_a_terminal_only(terminal: Callable[..., str], restored_structlog: None, small: Path) -> None:
+    assert terminal(80, "verify", "--backend", "cpu", small).startswith("╭─ small.gguf ")
+    assert run("verify", "--backend", "cpu", small).stdout.startswith("small.gguf\nloaded ")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "shown"),
+    [([0], "0"), ([3, 1, 2], "1–3"), ([0, 1, 2, 5], "0–2,5"), ([0, 2, 4], "0,2,4"), ([0, 2, 4, 6, 7], "0…7")],
+)
+def test_block_numbers(numbers: list[int], shown: str) -> None:
+    from ggufstream.render import _ranges
+
+    assert _ranges(numbers) == shown
+
+
+@pytest.mark.parametrize(
+    ("width", "shown"), [(30, "blk.0.ffn_down_exps.weight"), (15, "blk.0…ps.weight"), (4, "b…ht"), (1, "…")]
+)
+def test_names_are_cut_in_the_middle(width: int, shown: str) -> None:
+    from ggufstream.render import _cut_middle
+
+    assert _cut_middle("blk.0.ffn_down_exps.weight", width) == shown
 
 
 def test_group_is_a_click_group() -> None:

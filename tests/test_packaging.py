@@ -89,4 +89,5 @@ def test_missing_extra_says_how_to_install_it(installed: Path, tmp_path: Path, s
     command = [installed / "bin" / "python", "-c", code, "inspect", smollm2_path]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"error: the command line needs {name}; install it with: pip install 'ggufstream[cli]'\n"
+    (record,) = map(json.loads, done.stderr.splitlines())
+    assert record["error"] == f"the command line needs {name}; install it with: pip install click rich"

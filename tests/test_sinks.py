@@ -126,13 +126,13 @@ def test_failure_names_the_error(records: list[dict[str, Any]]) -> None:
     error = MissingFileError("not there", file="m.gguf")
     StructlogSink(structlog.get_logger())(LoadFailed(load_id="a1", error=error))
     (record,) = records
-    assert (record["log_level"], record["error_type"], record["exit_code"]) == ("error", "MissingFileError", 3)
+    assert (record["log_level"], record["error_type"], record["exit_code"]) == ("debug", "MissingFileError", 3)
     assert record["error"] == "m.gguf: not there"
 
 
 def test_cancellation_is_recorded(records: list[dict[str, Any]]) -> None:
     StructlogSink(structlog.get_logger())(LoadCancelled(load_id="a1"))
-    assert records[0]["event"] == "load_cancelled"
+    assert (records[0]["event"], records[0]["log_level"]) == ("load_cancelled", "info")
 
 
 def test_callers_context_stays_in_the_records() -> None:
@@ -269,6 +269,38 @@ def test_stopped_terminal_does_not_stop_a_load(terminal: tuple[int, Any]) -> Non
     while bar._thread.is_alive():
         drawn(reader)
         bar._thread.join(0.01)
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_long_caption_takes_the_whole_width(
+    terminal: tuple[int, Any], monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    reader, stream = terminal
+    caption = "comparing with SmolLM2-135M-Instruct.Q4_1.gguf"
+    with RichProgress(file=stream) as bar:
+        bar(LoadStarted(load_id="a1", file=caption))
+        bar(Progress(load_id="a1", bytes_done=99, bytes_total=99, tensors_done=2, tensors_total=2, seconds=0.5))
+    text = drawn(reader)
+    assert caption in text
+    assert "2/2 tensors" in text
+
+
+def test_the_arenas_give_way_on_a_narrow_terminal(terminal: tuple[int, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "50")
+    reader, stream = terminal
+    with RichProgress(file=stream) as bar:
+        for event in whole_load():
+            bar(event)
+    text = drawn(reader)
+    assert "2/2 tensors" in text
+    assert "device" not in text
+
+
+def test_without_rich_the_bar_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install rich"):
+        RichProgress()
 
 
 def test_several_loads_share_a_bar(terminal: tuple[int, Any]) -> None:

@@ -130,7 +130,7 @@ def list_devices(*, api: Vulkan | None = None) -> tuple[DeviceRecord, ...]:
 
 
 def choose_device(records: Sequence[DeviceRecord], wanted: str | int | None) -> DeviceRecord:
-    """The device to use: the best real GPU, or the one that ``wanted`` names by index or by part of its name.
+    """The device to use: the best real GPU, or the one that ``wanted`` names by index (digits) or by part of its name.
 
     A software device is never chosen unless it is named.
 
@@ -138,23 +138,30 @@ def choose_device(records: Sequence[DeviceRecord], wanted: str | int | None) -> 
         NoDeviceError: None fits; the message lists those there are.
     """
     usable = [record for record in records if record.usable]
+    by_number = isinstance(wanted, int) or (wanted is not None and wanted.isascii() and wanted.isdecimal())
     if wanted is None:
         fitting = [record for record in usable if record.kind != "cpu"]
-    elif isinstance(wanted, int) or (wanted.isascii() and wanted.isdecimal() and int(wanted) < len(records)):
-        fitting = [record for record in usable if record.index == int(wanted)]
+    elif by_number:
+        fitting = [record for record in usable if str(record.index) == str(wanted)]
     else:
-        fitting = [record for record in usable if wanted.casefold() in record.name.casefold()]
+        fitting = [record for record in usable if str(wanted).casefold() in record.name.casefold()]
     if fitting:
         return min(fitting, key=lambda record: (_RANK[record.kind], record.index))
-    listed = ", ".join(f"{record.index}: {record.name} ({record.kind})" for record in records)
-    what = "no GPU found" if wanted is None else f"no usable device is called {wanted!r}"
+    listed = ", ".join(
+        f"#{record.index} {record.name} ({'software' if record.kind == 'cpu' else record.kind})" for record in records
+    )
+    what = f"no usable device is called {wanted!r}"
+    if wanted is None:
+        what = "no GPU found"
+    elif by_number:
+        what = f"no usable device has the number {wanted}"
     if not records:
         raise NoDeviceError(f"{what}; there is no device at all", backend=BACKEND, remedy=install_line("driver"))
     example = records[0].name.split()[0]
     raise NoDeviceError(
         f"{what}; there is {listed}",
         backend=BACKEND,
-        remedy=f"A device is chosen by part of its name or by its number: device={example!r} or --device {example}",
+        remedy=f"Name one by its number or by part of its name, such as --device {example} (device={example!r} in Python)",
     )
 
 

@@ -81,3 +81,6 @@ class Layout(ABC):
     @abstractmethod
     def unpack(self, extent: Extent, runs: Sequence[Bytes], destination: Bytes) -> None:
         """Restore the stretch of blocks as they were in the file from its runs."""
+
+    def __repr__(self) -> str:
+        return self.name
