@@ -33,6 +33,7 @@ _FACTS = ("file", "tensor", "offset", "needed", "available", "backend", "name", 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    _fill_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         # a name that the terminal's encoding lacks is escaped, never an exception
         if hasattr(stream, "reconfigure"):
@@ -43,6 +44,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError:
         _discard_stdout()
     return code
+
+
+def _fill_closed_streams() -> None:
+    """Whoever starts us without stdout or stderr (``>&-``) wants silence, not an error."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - as long as the process
 
 
 def _run(arguments: Sequence[str]) -> int:

@@ -593,3 +593,12 @@ def test_names_are_cut_in_the_middle(width: int, shown: str) -> None:
 def test_group_is_a_click_group() -> None:
     # documentation tools and shell completion build on it
     assert click.testing.CliRunner().invoke(commands, ["--version"]).output.startswith("ggufstream ")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_mean_silence(small: Path, closed: str) -> None:
+    command = f"{sys.executable} -m ggufstream load --backend cpu {small} {closed}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, env=environment())
+    assert done.returncode == 0
+    assert "error" not in done.stderr
+    assert "Traceback" not in done.stderr
