@@ -9,7 +9,7 @@ import asyncio
 import sys
 
 import ggufstream
-from ggufstream.sinks import RichProgress
+import ggufstream.job  # load() would import it, and numpy, at first use: in a thread, but not without slowing the loop
 
 
 async def other_work(ticks: list[float]) -> None:
@@ -21,10 +21,10 @@ async def other_work(ticks: list[float]) -> None:
         ticks.append(clock() - before - 0.005)
 
 
-async def main(path: str, backend: str) -> None:
+async def main(path: str, backend: str, bar: ggufstream.sinks.RichProgress) -> None:
     ticks: list[float] = []
     work = asyncio.create_task(other_work(ticks))
-    with RichProgress() as bar:
+    with bar:
         model = await ggufstream.load(path, backend=backend, sinks=[bar])
     work.cancel()
     async with model:
@@ -38,4 +38,4 @@ async def main(path: str, backend: str) -> None:
 if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit(__doc__)
-    asyncio.run(main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "auto"))
+    asyncio.run(main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "auto", ggufstream.sinks.RichProgress()))

@@ -13,6 +13,7 @@ import threading
 import unicodedata
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import IO, TYPE_CHECKING, Any, Self
 
 import structlog
@@ -190,6 +191,9 @@ class RichProgress:
     def __init__(self, *, file: IO[str] | None = None, refresh_per_second: float = 10) -> None:
         try:
             from rich.console import Console
+
+            for name in ("live", "progress_bar", "table"):
+                import_module(f"rich.{name}")  # now, rather than by the thread that draws while a load runs
         except ModuleNotFoundError as error:
             missing = "RichProgress needs rich. Install it with: pip install rich"
             raise ModuleNotFoundError(missing, name=error.name, path=error.path) from None
