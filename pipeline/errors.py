@@ -19,6 +19,7 @@
     │   ├── OutOfHostMemoryError         also MemoryError
     │   └── DeviceLostError
     ├── OptionError                      also ValueError: an argument      (exit 2)
+    ├── RowIndexError                    also IndexError: no row of that number in a table
     ├── UnknownTensorError               also KeyError: no tensor of that name
     ├── PlanViolationError               used bytes differ from planned bytes: a bug here
     └── ClosedError                      also RuntimeError: used after aclose()
@@ -48,6 +49,7 @@ __all__ = [
     "OutOfDeviceMemoryError",
     "OutOfHostMemoryError",
     "PlanViolationError",
+    "RowIndexError",
     "TruncatedFileError",
     "UnknownTensorError",
     "UnreadableFileError",
@@ -209,6 +211,18 @@ class OptionError(GGUFStreamError, ValueError):
     """An argument, option or environment variable has a value that cannot be used."""
 
     exit_code = 2
+
+
+class RowIndexError(GGUFStreamError, IndexError):
+    """``tensor`` has ``rows`` rows, but row ``id`` was asked for."""
+
+    exit_code = 2
+
+    def __init__(self, what: str, *, tensor: str, id: int, rows: int, remedy: str = "") -> None:  # noqa: A002
+        self.tensor = tensor
+        self.id = id
+        self.rows = rows
+        super().__init__(what, remedy=remedy)
 
 
 class UnknownTensorError(GGUFStreamError, KeyError):

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ArenaReport", "FallbackReport", "LoadReport", "PlacementReport"]
+__all__ = ["ArenaReport", "FallbackReport", "LoadReport", "PlacementReport", "RowsReport"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +30,17 @@ class PlacementReport:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FallbackReport:
     tensor: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsReport:
+    """How the rows of one table are had, and why so."""
+
+    tensor: str
+    strategy: str
+    """``mapped``, ``pread`` or ``direct`` out of the file; ``memory`` from the loaded copy, ``device-read`` from the
+    file's pages that the device has mapped."""
     reason: str
 
 
@@ -78,6 +89,8 @@ class LoadReport:
     layouts: dict[str, PlacementReport]
     fallbacks: tuple[FallbackReport, ...]
     warnings: tuple[str, ...]
+    rows: tuple[RowsReport, ...] = ()
+    """Of each lookup table."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers."""
