@@ -35,7 +35,7 @@ _PIECE_ELEMENTS = 1 << 18
 """Codes at a time: 1 MiB as float32, within a core's second-level cache."""
 _PIECE_ROWS = 256
 """With few enough columns side by side, BLAS then starts no threads of its own: the caller has threads."""
-_COLUMNS = 8
+_COLUMNS = 4
 """Neighbouring runs of a row share one product, each with columns of its own for the vectors, up to so many columns:
 BLAS is slow on very narrow matrices."""
 
