@@ -80,10 +80,12 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) install --upgrade 'pip>=25.1'
 
-# The list of modules: an editable install in strict mode links each file, so a new one needs a new install.
+# The list of modules: an editable install in strict mode links each file from build/, so a new file needs a new install,
+# and so does a build/ that somebody has removed.
 $(VENV)/.modules: always $(BIN)/python
 	@{ find pipeline backends -name '*.py' -o -path '*/shaders/*'; } | sort | cmp -s - $@ \
 		|| { find pipeline backends -name '*.py' -o -path '*/shaders/*'; } | sort >$@
+	@$(BIN)/python -c 'import ggufstream.cli' 2>/dev/null || touch $@
 
 $(VENV)/.installed: pyproject.toml $(VENV)/.modules
 	@echo "installing ggufstream"

@@ -456,7 +456,11 @@ def show_devices(backends: Sequence[Mapping[str, Any]]) -> None:
         if "means" in backend:
             facts.add_row("means", printable(backend["means"]))
             facts.add_row("because", printable(backend["reason"]))
-        for device in backend.get("devices", ()):
+        devices = backend.get("devices", ())
+        if len(devices) > 1 and all(set(device) == {"name"} for device in devices):
+            facts.add_row("profiles", _Parts(printable(device["name"]) for device in devices))
+            devices = ()
+        for device in devices:
             for label, value in _device(device):
                 facts.add_row(label, value)
         for lack in backend.get("lacks", ()):

@@ -212,7 +212,7 @@ def configure_logging(log_format: LogFormat, verbose: int) -> None:
 
 
 def log_failure(message: str, facts: Mapping[str, Any], *, as_json: bool) -> None:
-    """Say on stderr how the command failed: one line, or one JSON record."""
+    """Say on stderr how the command failed: one line, which a terminal sees wrapped, or one JSON record."""
     if as_json:
         from datetime import UTC, datetime
 
@@ -221,6 +221,12 @@ def log_failure(message: str, facts: Mapping[str, Any], *, as_json: bool) -> Non
         message = json.dumps(to_json(record), allow_nan=False)
     else:
         message = f"error: {printable(message)}"
+        if sys.stderr.isatty():
+            import shutil
+            import textwrap
+
+            width = max(shutil.get_terminal_size().columns, 20)
+            message = textwrap.fill(message, width, break_long_words=False, break_on_hyphens=False)
     print(message, file=sys.stderr, flush=True)
 
 
