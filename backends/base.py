@@ -79,7 +79,11 @@ class Chunk(ABC):
         """Free the memory. A second call does nothing."""
 
     def __repr__(self) -> str:
-        return f"<chunk {self.handle:#x}: {self.nbytes:,} bytes>"
+        try:
+            where = f"{self.handle:#x}" if self.handle >= 0 else "closed"
+        except Exception:  # noqa: BLE001 - it is closed; a debugger that shows it must not fail for that
+            where = "closed"
+        return f"<chunk {where}: {self.nbytes:,} bytes>"
 
 
 class Staging(ABC):

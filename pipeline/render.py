@@ -416,7 +416,11 @@ def _target(result: Mapping[str, Any]) -> str:
 
 
 def _totals(totals: Mapping[str, Mapping[str, int]]) -> _Parts:
-    parts = [f"{name} {t['tensors']} tensors {human_bytes(t['bytes'])}" for name, t in totals.items() if t["tensors"]]
+    parts = [
+        f"{name} {t['tensors']} tensor{'s' if t['tensors'] != 1 else ''} {human_bytes(t['bytes'])}"
+        for name, t in totals.items()
+        if t["tensors"]
+    ]
     return _Parts(parts or ["nothing"])
 
 

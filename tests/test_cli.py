@@ -530,6 +530,20 @@ def test_several_devices(call: Callable[..., tuple[int, str, str]], smollm2_path
     assert json.loads(out)["backend"] == "cpu+cpu_scalar"
 
 
+@pytest.mark.parametrize(
+    "device", [["--devices", "vulkan:llvmpipe,cpu"], ["--devices=cpu,vulkan", "--device=llvmpipe"]]
+)
+def test_devices_of_a_backend_among_several(
+    call: Callable[..., tuple[int, str, str]], small: Path, device: list[str]
+) -> None:
+    for verb in ("plan", "verify"):
+        code, out, _ = call(verb, "--json", *device, small)
+        assert code == 0
+        assert set(json.loads(out)["backend"].split("+")) == {"cpu", "vulkan"}
+    code, out, _ = call("plan", "--json", "--devices", "cpu,vulkan:99", small)
+    assert (code, json.loads(out)["error"]["type"]) == (4, "NoDeviceError")
+
+
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """The command on a terminal of some width: what stdout shows."""

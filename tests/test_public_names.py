@@ -13,6 +13,7 @@ import pytest
 
 import ggufstream
 from ggufstream import errors
+from ggufstream.layouts import Planar
 from ggufstream.options import LoadOptions
 
 SOURCE = Path(ggufstream.__file__)
@@ -58,6 +59,16 @@ def test_importing_it_is_light() -> None:
     code = "import ggufstream, sys; ggufstream.FileError; print(sorted({m.partition('.')[0] for m in sys.modules}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not set(ast.literal_eval(done.stdout)) & {"numpy", "structlog", "anyio", "gguf", "vulkan"}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "simulated:discrete-24g"])
+def test_chunks_and_layouts_show_what_they_are(backend: str) -> None:
+    with ggufstream.open_backend(backend) as opened:
+        chunk = opened.allocate(4096)
+        assert repr(chunk) == f"<chunk {chunk.handle:#x}: 4,096 bytes>"
+        chunk.close()
+        assert repr(chunk) == "<chunk closed: 4,096 bytes>"
+    assert repr(Planar()) == "planar"
 
 
 def test_help_explains_every_option() -> None:
