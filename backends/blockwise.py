@@ -24,7 +24,7 @@ from ggufstream.ggml_types import GGMLType
 from ggufstream.layouts import Bytes, Extent
 from ggufstream.layouts.x8 import ROWS, tile_dtype
 
-__all__ = ["BLOCKWISE", "MAX_VECTORS", "BlockwiseProduct", "piece_rows"]
+__all__ = ["BLOCKWISE", "INTERLEAVED", "MAX_VECTORS", "BlockwiseProduct", "piece_rows"]
 
 _Floats: TypeAlias = npt.NDArray[np.float32]
 
@@ -44,14 +44,42 @@ BLAS is slow on very narrow matrices."""
 class _Format:
     """How a block type splits into codes and scales."""
 
-    field: str
-    """Of the codes, with a multiple of ``run`` bytes."""
+    gather: Callable[[npt.NDArray[np.void]], Bytes]
+    """The bytes with the codes of all blocks, without gaps, in scratch memory."""
     run: int
-    """Codes that follow each other in the file and in the vector, and share a scale."""
+    """Codes of a plane that follow each other in the vector; then come as many of the next plane."""
+    shared: int
+    """Codes that share a scale: ``run`` or fewer."""
     planes: tuple[Callable[[Bytes, Bytes], npt.NDArray[Any]], ...]
-    """Codes as integers, from the field's bytes and into scratch bytes: for each ``run`` bytes, plane after plane."""
+    """Codes as integers, from what ``gather`` gives and into scratch bytes, one a code."""
     scales: Callable[[npt.NDArray[np.void]], tuple[_Floats, _Floats | None]]
     """Scales and minima of ``n`` blocks, shape ``(planes or 1, runs, n)`` each."""
+
+
+class _Scratch(threading.local):
+    """Memory of a thread that is used again, grown on demand."""
+
+    def __init__(self) -> None:
+        self._memory: dict[str, Bytes] = {}
+
+    def bytes(self, name: str, nbytes: int) -> Bytes:
+        memory = self._memory.get(name)
+        if memory is None or memory.size < nbytes:
+            memory = self._memory[name] = np.empty(nbytes, np.uint8)
+        return memory[:nbytes]
+
+    def floats(self, name: str, count: int) -> _Floats:
+        return self.bytes(name, 4 * count).view(np.float32)
+
+
+_scratch = _Scratch()
+
+
+def _gather_qs(blocks: npt.NDArray[np.void]) -> Bytes:
+    quants = _scratch.bytes("quants", blocks.size * blocks.dtype["qs"].itemsize)
+    # Opaque items: numpy moves them much faster than arrays of bytes.
+    np.copyto(quants.view(blocks.dtype["qs"]).reshape(blocks.shape), blocks["qs"])
+    return quants
 
 
 def _signed_bytes(qs: Bytes, _: Bytes) -> npt.NDArray[Any]:
@@ -108,35 +136,65 @@ def _k4_scales(blocks: npt.NDArray[np.void]) -> tuple[_Floats, _Floats]:
     )
 
 
+_QL = np.dtype({"names": ["0", "1", "2", "3"], "formats": ["V32"] * 4, "offsets": [0, 32, 64, 96], "itemsize": 210})
+
+
+def _gather_q6_k(blocks: npt.NDArray[np.void]) -> Bytes:
+    """Of each half block the even 32 bytes of ``ql``, for all blocks; then the odd ones; then ``qh``."""
+    n = blocks.size
+    quants = _scratch.bytes("quants", 192 * n)
+    quarters, low = blocks.view(_QL), quants[: 128 * n].view("V32").reshape(2, n, 2)
+    for quarter in range(4):
+        np.copyto(low[quarter % 2, :, quarter // 2], quarters[str(quarter)])
+    np.copyto(quants[128 * n :].view("V64"), blocks["qh"])
+    return quants
+
+
+def _q6_k_plane(plane: int) -> Callable[[Bytes, Bytes], npt.NDArray[Any]]:
+    """Of the four times 32 codes in each half block."""
+
+    def codes(quants: Bytes, scratch: Bytes) -> npt.NDArray[Any]:
+        even, odd, high = quants.reshape(3, -1)
+        upper = _scratch.bytes("upper", scratch.size)
+        np.right_shift(high, 2 * plane, out=upper)
+        np.bitwise_and(upper, 3, out=upper)
+        np.left_shift(upper, 4, out=upper)
+        (_low if plane < 2 else _high)(odd if plane % 2 else even, scratch)
+        np.bitwise_or(scratch, upper, out=scratch)
+        np.subtract(scratch, 32, out=scratch)
+        return scratch.view(np.int8)
+
+    return codes
+
+
+def _q6_k_scales(blocks: npt.NDArray[np.void]) -> tuple[_Floats, None]:
+    # Of each block 2 halves, 4 planes, 2 runs.
+    by_block = np.ascontiguousarray(blocks["scales"]).view(np.int8).reshape(-1, 2, 4, 2)
+    scales = by_block.transpose(2, 1, 3, 0).astype(np.float32, order="C")
+    scales *= _half(blocks, "d")
+    return scales.reshape(4, 4, blocks.size), None
+
+
 _FORMATS: Mapping[str, _Format] = MappingProxyType(
     {
-        "Q4_0": _Format(field="qs", run=16, planes=(_low_signed, _high_signed), scales=_one_scale),
-        "Q8_0": _Format(field="qs", run=32, planes=(_signed_bytes,), scales=_one_scale),
-        "Q4_K": _Format(field="qs", run=32, planes=(_low, _high), scales=_k4_scales),
+        "Q4_0": _Format(gather=_gather_qs, run=16, shared=16, planes=(_low_signed, _high_signed), scales=_one_scale),
+        "Q8_0": _Format(gather=_gather_qs, run=32, shared=32, planes=(_signed_bytes,), scales=_one_scale),
+        "Q4_K": _Format(gather=_gather_qs, run=32, shared=32, planes=(_low, _high), scales=_k4_scales),
+        "Q6_K": _Format(
+            gather=_gather_q6_k,
+            run=32,
+            shared=16,
+            planes=tuple(_q6_k_plane(plane) for plane in range(4)),
+            scales=_q6_k_scales,
+        ),
     }
 )
 
 BLOCKWISE: frozenset[str] = frozenset(_FORMATS)
 """Names of the types that have such a product."""
 
-
-class _Scratch(threading.local):
-    """Memory of a thread that is used again, grown on demand."""
-
-    def __init__(self) -> None:
-        self._memory: dict[str, Bytes] = {}
-
-    def bytes(self, name: str, nbytes: int) -> Bytes:
-        memory = self._memory.get(name)
-        if memory is None or memory.size < nbytes:
-            memory = self._memory[name] = np.empty(nbytes, np.uint8)
-        return memory[:nbytes]
-
-    def floats(self, name: str, count: int) -> _Floats:
-        return self.bytes(name, 4 * count).view(np.float32)
-
-
-_scratch = _Scratch()
+INTERLEAVED: frozenset[str] = frozenset({"Q4_0", "Q8_0", "Q4_K"})
+"""Names of those that have it in layout ``x8``, too."""
 
 
 def piece_rows(extent: Extent) -> int:
@@ -159,13 +217,15 @@ class BlockwiseProduct:
         self._form = form = _FORMATS[extent.type.name]
         self._type, self._interleaved = extent.type, interleaved
         self._n, self._columns = len(x), extent.row_blocks
-        self._runs = extent.type.fields[form.field] // form.run  # of each plane, in a block
+        self._codes = extent.type.block_elements // len(form.planes)  # of each plane, in a block
+        self._runs = self._codes // form.shared
         neighbours = self._runs if interleaved else self._columns * self._runs
         beside = [k for k in (4, 2) if k * self._n <= _COLUMNS and neighbours % k == 0]
         self._beside = beside[0] if beside else 1
         by_run = x.reshape(self._n, -1, len(form.planes), form.run)
-        self._factors = [self._factor(by_run[:, :, plane]) for plane in range(len(form.planes))]
-        self._totals = [by_run[:, :, plane].sum(axis=2) for plane in range(len(form.planes))]
+        by_plane = [by_run[:, :, i].reshape(self._n, -1, form.shared) for i in range(len(form.planes))]
+        self._factors = [self._factor(own) for own in by_plane]
+        self._totals = [own.sum(axis=2) for own in by_plane]
 
     def _factor(self, x: _Floats) -> _Floats:
         """From ``(n, runs of a row, run)``, the left factors: row ``(i, v)`` is vector v where run i is, else 0."""
@@ -179,13 +239,13 @@ class BlockwiseProduct:
         """The product with the rows in ``piece``, as many as :func:`piece_rows` says; shape ``(n, rows)``."""
         blocks, quants = self._split(piece)
         form, n, rows = self._form, self._n, blocks.size // self._columns
-        codes = _scratch.floats("codes", quants.size)
+        codes = _scratch.floats("codes", blocks.size * self._codes)
         sums = _scratch.floats("sums", self._columns * self._runs * n * rows)
         y = np.zeros((n, rows), np.float32)
         with np.errstate(invalid="ignore", over="ignore"):
             scales, minima = form.scales(blocks)
             for plane, integers in enumerate(form.planes):
-                np.copyto(codes, integers(quants, _scratch.bytes("plane", quants.size)))
+                np.copyto(codes, integers(quants, _scratch.bytes("plane", codes.size)))
                 matrices, batch = self._matrices(codes, rows)
                 factor = self._factors[plane].reshape(*batch, self._beside * n, -1)
                 np.matmul(factor, matrices, out=sums.reshape(*batch, self._beside * n, rows))
@@ -197,27 +257,21 @@ class BlockwiseProduct:
         return y
 
     def _split(self, piece: Bytes) -> tuple[npt.NDArray[np.void], Bytes]:
-        """All fields but the codes, and the codes without gaps: row by row, or column by column where interleaved."""
-        name, fields = self._form.field, self._type.fields
+        """The blocks with their scales, and the codes: row by row, or column by column where interleaved."""
         if not self._interleaved:
             blocks = piece.view(self._type.block_dtype)
-            quants = _scratch.bytes("quants", blocks.size * fields[name])
-            np.copyto(quants.view(f"V{fields[name]}"), blocks[name])
-            return blocks, quants
+            return blocks, self._form.gather(blocks)
         tiles = piece.view(tile_dtype(self._type)).reshape(-1, self._columns).T
-        rest = [(other, f"V{size}") for other, size in fields.items() if other != name]
-        blocks = np.empty((*tiles.shape, ROWS), np.dtype(rest))
-        for other, _ in rest:
-            np.copyto(blocks[other], tiles[other])
+        scales = {name: f"V{size}" for name, size in self._type.fields.items() if name != "qs"}
+        by_column = np.empty((*tiles.shape, ROWS), np.dtype([*scales.items()]))
+        for name in scales:
+            np.copyto(by_column[name], tiles[name])
         # The codes of eight rows are neighbours: they are moved at once.
-        eight = f"V{ROWS * fields[name]}"
-        quants = _scratch.bytes("quants", blocks.size * fields[name])
-        np.copyto(quants.view(eight).reshape(tiles.shape), tiles.view(_codes_dtype(self._type, name))[name])
-        return blocks.reshape(-1), quants
+        return by_column.reshape(-1), self._form.gather(tiles.view(_qs_of_eight(self._type)))
 
     def _matrices(self, codes: _Floats, rows: int) -> tuple[_Floats, tuple[int, ...]]:
         """The codes of one plane as right factors ``(…, beside * run, rows)``, and their number ``…``."""
-        k, run = self._beside, self._form.run
+        k, run = self._beside, self._form.shared
         if self._interleaved:
             batch: tuple[int, ...] = (self._columns, self._runs // k)
             return codes.reshape(self._columns, rows, -1, k * run).transpose(0, 2, 3, 1), batch
@@ -233,10 +287,9 @@ class BlockwiseProduct:
 
 
 @cache
-def _codes_dtype(ggml_type: GGMLType, name: str) -> np.dtype[np.void]:
-    """The codes of a tile as one item."""
+def _qs_of_eight(ggml_type: GGMLType) -> np.dtype[np.void]:
+    """The tile's codes alone, as one item."""
     tile = tile_dtype(ggml_type)
-    fields = tile.fields
-    assert fields is not None
-    size = ROWS * ggml_type.fields[name]
-    return np.dtype({"names": [name], "formats": [f"V{size}"], "offsets": [fields[name][1]], "itemsize": tile.itemsize})
+    assert tile.fields is not None
+    size, offset = ROWS * ggml_type.fields["qs"], tile.fields["qs"][1]
+    return np.dtype({"names": ["qs"], "formats": [f"V{size}"], "offsets": [offset], "itemsize": tile.itemsize})

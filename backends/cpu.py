@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggufstream.backends.base import Intent, Slice
-from ggufstream.backends.blockwise import BLOCKWISE
+from ggufstream.backends.blockwise import INTERLEAVED
 from ggufstream.backends.cpu_scalar import CpuScalarBackend
 from ggufstream.backends.products import HELPERS, linear_on_host
 from ggufstream.ggml_types import GGMLType
@@ -40,7 +40,7 @@ class CpuBackend(CpuScalarBackend):
         self._closed = False
 
     def resolve(self, ggml_type: GGMLType, shape: tuple[int, ...], intent: Intent) -> Layout | None:
-        if self._interleave and intent == Intent.LINEAR and ggml_type.name in BLOCKWISE:
+        if self._interleave and intent == Intent.LINEAR and ggml_type.name in INTERLEAVED:
             return X8()
         return super().resolve(ggml_type, shape, intent)
 

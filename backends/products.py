@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggufstream.backends.base import Chunk, Slice
-from ggufstream.backends.blockwise import BLOCKWISE, MAX_VECTORS, BlockwiseProduct, piece_rows
+from ggufstream.backends.blockwise import BLOCKWISE, INTERLEAVED, MAX_VECTORS, BlockwiseProduct, piece_rows
 from ggufstream.backends.decode import decode
 from ggufstream.errors import OptionError
 from ggufstream.layouts import X8, Bytes, Extent, Raw
@@ -114,19 +114,18 @@ def linear_on_host(weight: Sequence[Slice], x: _Floats, *, threads: Executor | N
         return linear_by_decoding(_read_mapped, weight, x, multiply_with_blas, threads=threads)
     rows, _ = check_operand(weight, x)
     y = np.zeros((x.shape[0], rows), np.float32)
-    products = {
-        interleaved: BlockwiseProduct(weight[0].extent, x, interleaved=interleaved) for interleaved in (False, True)
-    }
+    ways = {False, *(isinstance(part.layout, X8) for part in weight)}
+    products = {way: BlockwiseProduct(weight[0].extent, x, interleaved=way) for way in ways}
 
     def work(piece: _Piece) -> None:
         part, extent = piece.part, piece.part.extent
         interleaved = extent.rows - extent.rows % ROWS if isinstance(part.layout, X8) else 0
         done = piece.first_row
         last = piece.first_row + piece.rows
-        for end, product in ((min(interleaved, last), products[True]), (last, products[False])):
+        for end, way in ((min(interleaved, last), True), (last, False)):
             if done < end:
                 row = piece.row + done - piece.first_row
-                y[:, row : row + end - done] = product(_mapped(part, done, end))
+                y[:, row : row + end - done] = products[way](_mapped(part, done, end))
                 done = end
 
     _for_each(work, _pieces(weight, piece_rows), threads)
@@ -134,7 +133,8 @@ def linear_on_host(weight: Sequence[Slice], x: _Floats, *, threads: Executor | N
 
 
 def _is_blockwise(part: Slice) -> bool:
-    return part.extent.type.name in BLOCKWISE and isinstance(part.layout, Raw | X8) and part.chunk.view is not None
+    types = INTERLEAVED if isinstance(part.layout, X8) else BLOCKWISE if isinstance(part.layout, Raw) else frozenset()
+    return part.extent.type.name in types and part.chunk.view is not None
 
 
 def _mapped(part: Slice, first_row: int, end: int) -> Bytes:
