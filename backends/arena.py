@@ -51,6 +51,11 @@ class Arena(ABC):
     def needs_growth(self, index: int) -> bool:
         """Whether slice ``index`` has no memory yet."""
 
+    @property
+    @abstractmethod
+    def upcoming(self) -> int | None:
+        """The first slice that has no memory yet."""
+
     @abstractmethod
     def grow_to(self, index: int) -> None:
         """Get memory for slice ``index``. Blocks.
@@ -90,6 +95,10 @@ class ChunkArena(Arena):
 
     def needs_growth(self, index: int) -> bool:
         return index >= len(self._places)
+
+    @property
+    def upcoming(self) -> int | None:
+        return len(self._places) if len(self._places) < len(self._sizes) else None
 
     def grow_to(self, index: int) -> None:
         while self.needs_growth(index):
@@ -158,6 +167,10 @@ class MappedArena(Arena):
 
     def needs_growth(self, index: int) -> bool:
         return self._places[index][0] not in self._mapped
+
+    @property
+    def upcoming(self) -> int | None:
+        return next((i for i, (span, _) in enumerate(self._places) if span not in self._mapped), None)
 
     def grow_to(self, index: int) -> None:
         # Slices come in load order, spans in file order: any of the slices up to this one may be in a new span.

@@ -22,6 +22,7 @@ from functools import partial
 from typing import TypeVar
 
 import anyio
+from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from ggufstream.backends.arena import Arena
@@ -94,14 +95,15 @@ class Stream:
         ]
         self._uploads = Uploads()
         self._charged: dict[int, int] = {}
-        # Feed, settle and release have one thread each.
-        self._threads = ThreadPoolExecutor(self.workers + 3, thread_name_prefix="ggufstream")
+        # Growing, settling and releasing have a thread each, and one is to spare.
+        self._threads = ThreadPoolExecutor(self.workers + 4, thread_name_prefix="ggufstream")
         self._bytes_done = 0
         self._bytes_total = plan.stream_bytes
         self._left = {i: entry.tensor.nbytes for i, entry in enumerate(plan.entries) if entry.slices}
         self._tensors_total = len(self._left)
         self._first_layer = {i for i in self._left if plan.entries[i].layer <= FIRST_LAYER}
         self._started = 0.0
+        self._growing = anyio.Lock()
         self._probing = anyio.CancelScope()
 
     async def run(self) -> None:
@@ -116,7 +118,7 @@ class Stream:
                 send_range, ranges = anyio.create_memory_object_stream[Range](0)
                 send_packed, packed = anyio.create_memory_object_stream[Range](self.workers)
                 send_done, done = anyio.create_memory_object_stream[Range](self.workers)
-                tasks.start_soon(self._feed, send_range)
+                tasks.start_soon(self._feed, send_range, tasks)
                 for _ in range(self.workers):
                     tasks.start_soon(self._work, ranges.clone(), send_packed.clone())
                 ranges.close()
@@ -170,7 +172,7 @@ class Stream:
     def _is_verbatim(self, part: Range) -> bool:
         return all(self._plan.entries[piece.entry].layout.verbatim for piece in part.pieces)
 
-    async def _feed(self, ranges: MemoryObjectSendStream[Range]) -> None:
+    async def _feed(self, ranges: MemoryObjectSendStream[Range], tasks: TaskGroup) -> None:
         """Send ranges out in order, each when the budget has room for it and its slices have memory."""
         async with ranges:
             for part in self._plan.ranges:
@@ -181,21 +183,26 @@ class Stream:
                 last = max(self._plan.entries[piece.entry].slices[piece.part].index for piece in part.pieces)
                 if arena.needs_growth(last):
                     await self._grow(arena, last)
+                    # The next chunk is allocated while this one is filled.
+                    tasks.start_soon(self._grow, arena, arena.upcoming)
                 await ranges.send(part)
 
-    async def _grow(self, arena: Arena, index: int) -> None:
-        known = len(arena.chunks)
-        await self._hop(partial(arena.grow_to, index))
-        for chunk in arena.chunks[known:]:
-            self._emit(
-                ArenaGrown(
-                    load_id=self._load_id,
-                    arena=arena.name,
-                    chunk_bytes=chunk.nbytes,
-                    allocated_bytes=arena.allocated_bytes,
-                    planned_bytes=arena.planned_bytes,
+    async def _grow(self, arena: Arena, index: int | None) -> None:
+        async with self._growing:
+            if index is None or not arena.needs_growth(index):
+                return
+            known = len(arena.chunks)
+            await self._hop(partial(arena.grow_to, index))
+            for chunk in arena.chunks[known:]:
+                self._emit(
+                    ArenaGrown(
+                        load_id=self._load_id,
+                        arena=arena.name,
+                        chunk_bytes=chunk.nbytes,
+                        allocated_bytes=arena.allocated_bytes,
+                        planned_bytes=arena.planned_bytes,
+                    )
                 )
-            )
 
     async def _work(self, ranges: MemoryObjectReceiveStream[Range], packed: MemoryObjectSendStream[Range]) -> None:
         async with ranges, packed:
