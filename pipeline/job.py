@@ -45,6 +45,7 @@ from ggufstream.plan import ArenaPlan, LoadPlan, check_fits, make_plan
 from ggufstream.read import MappedSource, Source, choose_io, open_source
 from ggufstream.release import Releaser
 from ggufstream.report import ArenaReport, FallbackReport, LoadReport, PlacementReport
+from ggufstream.row_tables import RowTables
 from ggufstream.sinks import StructlogSink
 from ggufstream.stream import Stream
 from ggufstream.threads import clean_up_in_thread, in_thread
@@ -190,6 +191,10 @@ class LoadJob:
         await self._timed("stream", stream.run())
         _check_used(arenas)
         descriptors = await in_thread(partial(self._keep_descriptors, load_plan, sources))
+        tables = await self._timed(
+            "rows",
+            in_thread(partial(self._open_tables, load_plan, index, sources, backends, arenas, descriptors, releaser)),
+        )
         cached_after = await in_thread(partial(_cached_bytes, sources))
         await in_thread(self._transient.close)
         rss_after = await in_thread(rss_bytes)
@@ -238,6 +243,7 @@ class LoadJob:
             layouts=_totals(load_plan, [], lambda e: e.layout.name),
             fallbacks=tuple(FallbackReport(tensor=tensor, reason=reason) for tensor, reason in load_plan.fallbacks),
             warnings=index.warnings + load_plan.warnings,
+            rows=tables.report(),
         )
         return Model(
             index=index,
@@ -246,6 +252,7 @@ class LoadJob:
             backends=backends,
             arenas=arenas,
             descriptors=descriptors,
+            tables=tables,
             close=self._owned.pop_all().close,
         )
 
@@ -358,6 +365,31 @@ class LoadJob:
                 kept[shard] = os.dup(sources[shard].descriptor)
                 self._owned.callback(os.close, kept[shard])
         return kept
+
+    def _open_tables(
+        self,
+        load_plan: LoadPlan,
+        index: FileIndex,
+        sources: Sequence[Source],
+        backends: Sequence[Backend],
+        arenas: Mapping[str, Arena],
+        descriptors: Mapping[int, int],
+        releaser: Releaser,
+    ) -> RowTables:
+        tables = RowTables(
+            load_plan,
+            shards=index.shards,
+            backends=backends,
+            arenas=arenas,
+            # Sources of mapped pages live as long as the model.
+            descriptors={shard: source.descriptor for shard, source in enumerate(sources)} | dict(descriptors),
+            residency=[self._residency[shard.path] for shard in index.shards],
+            page_cache=releaser.page_cache,
+            strategy=self._options.row_strategy,
+            cache_bytes=self._options.row_cache_bytes,
+        )
+        self._owned.callback(tables.close)
+        return tables
 
 
 def _check_used(arenas: Mapping[str, Arena]) -> None:

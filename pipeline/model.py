@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -26,6 +27,7 @@ from ggufstream.layouts import Bytes, Extent, Layout
 from ggufstream.options import Intent, Placement
 from ggufstream.plan import LoadPlan, PlanEntry
 from ggufstream.report import LoadReport
+from ggufstream.row_tables import RowTables, slices_of
 from ggufstream.threads import in_thread, uninterrupted
 
 __all__ = ["Model", "Weight"]
@@ -57,10 +59,12 @@ class _Storage:
         backends: Sequence[Backend],
         arenas: Mapping[str, Arena],
         descriptors: Mapping[int, int],
+        tables: RowTables,
         close: Callable[[], None],
     ) -> None:
         self.plan = plan
         self.backends = tuple(backends)
+        self.tables = tables
         self._index = index
         self._arenas = arenas
         self._descriptors = descriptors
@@ -72,28 +76,25 @@ class _Storage:
 
     def slices(self, entry: PlanEntry) -> tuple[Slice, ...]:
         """Where the slices of a tensor lie, in row order."""
-        if entry.arena is None:
-            return ()
-        arena = self._arenas[entry.arena]
-        result = []
-        for part in entry.slices:
-            chunk, offset = arena.place(part.index)
-            result.append(
-                Slice(chunk=chunk, offset=offset, nbytes=part.nbytes, extent=part.extent, layout=entry.layout)
-            )
-        return tuple(result)
+        return slices_of(entry, self._arenas)
 
-    async def run(self, work: Callable[[], _T]) -> _T:
-        """Run ``work`` in a worker thread; ``aclose`` waits for it."""
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """``aclose`` waits for the end of this block."""
         self.check_open()
         self._running += 1
         try:
-            return await in_thread(work)
+            yield
         finally:
             self._running -= 1
             if self._running == 0:
                 self._idle.set()
                 self._idle = anyio.Event()
+
+    async def run(self, work: Callable[[], _T]) -> _T:
+        """Run ``work`` in a worker thread; ``aclose`` waits for it."""
+        with self.in_use():
+            return await in_thread(work)
 
     def check_open(self) -> None:
         """Raise ``ClosedError`` if the model is closed."""
@@ -148,6 +149,7 @@ class _Storage:
                 for name, arena in self._arenas.items()
             },
             "running": self._running,
+            "rows": self.tables.statistics(),
             "backends": [backend.statistics() for backend in self.backends],
         }
 
@@ -328,6 +330,7 @@ class Model(Mapping[str, Weight]):
         backends: Sequence[Backend],
         arenas: Mapping[str, Arena],
         descriptors: Mapping[int, int],
+        tables: RowTables,
         close: Callable[[], None],
     ) -> None:
         self.index = index
@@ -335,7 +338,13 @@ class Model(Mapping[str, Weight]):
         self.report = report
         self.backends = tuple(backends)
         self._storage = _Storage(
-            index=index, plan=plan, backends=backends, arenas=arenas, descriptors=descriptors, close=close
+            index=index,
+            plan=plan,
+            backends=backends,
+            arenas=arenas,
+            descriptors=descriptors,
+            tables=tables,
+            close=close,
         )
         self._weights = {entry.tensor.name: Weight(self._storage, entry) for entry in plan.entries}
 
@@ -392,8 +401,52 @@ class Model(Mapping[str, Weight]):
         result = await self._storage.run(partial(self.backends[weight.device].linear, slices, rows))
         return result.reshape(*batch.shape[:-1], -1)
 
+    async def rows(self, name: str, ids: npt.ArrayLike) -> npt.NDArray[np.float32]:
+        """Rows of a lookup table, decoded.
+
+        Rows that are asked for several times are had and decoded once. They come from the row cache, else from where
+        the table lies: out of the file by page (``ROWS``), or from the one copy that was loaded.
+
+        Args:
+            name: A weight with the intent ``LOOKUP``.
+            ids: Row numbers: any whole numbers of any shape, repeated, in any order.
+
+        Returns:
+            Shape ``(*ids.shape, row elements)``.
+
+        Raises:
+            RowIndexError: The table has no such row. Also an ``IndexError``.
+            OptionError: The ids are not whole numbers, or the weight is no table.
+            FileError: The rows cannot be read any more, for instance of a file that was cut.
+            DeviceError: The device cannot give them back.
+            ClosedError: The model is closed.
+        """
+        return await self._request(name, ids, prefetch=False)
+
+    async def prefetch(self, name: str, ids: npt.ArrayLike) -> None:
+        """Bring rows that are wanted next into the row cache, at most as many as it holds, the lowest ids first.
+
+        Run it beside the computation, as a task of its own. ``rows`` waits for what this is bringing, and does not read
+        it again. Without a cache, and for tables in memory, there is nothing to do. Raises as ``rows``.
+        """
+        await self._request(name, ids, prefetch=True)
+
+    async def _request(self, name: str, ids: npt.ArrayLike, *, prefetch: bool) -> npt.NDArray[np.float32]:
+        weight = self[name]
+        table = self._storage.tables.tables.get(name)
+        if table is None:
+            raise OptionError(
+                f"{name} is no lookup table, but wanted as {weight.intent}",
+                remedy="Load it with the intent LOOKUP to read its rows",
+            )
+        with self._storage.in_use():
+            request = await in_thread(partial(table.request, ids, prefetch=prefetch))
+            for start in request.batches:  # a hop each, so that cancelling need not wait for all
+                await in_thread(partial(request.run, start))
+            return request.result
+
     def statistics(self) -> dict[str, Any]:
-        """Bytes of each arena, calls that are running, and the backend's counters."""
+        """Bytes of each arena, calls that are running, and the counters of the backends and of each lookup table."""
         return self._storage.statistics()
 
     async def aclose(self) -> None:

@@ -31,7 +31,7 @@ from ggufstream.ranges import Range
 
 __all__ = ["Choice", "DirectSource", "MappedSource", "PreadSource", "Source", "choose_io", "open_source"]
 
-_NETWORK = ("nfs", "cifs", "smb", "ceph", "fuse", "9p", "lustre", "gpfs", "glusterfs", "afs", "virtiofs")
+NETWORK = ("nfs", "cifs", "smb", "ceph", "fuse", "9p", "lustre", "gpfs", "glusterfs", "afs", "virtiofs")
 _WARM = 0.5
 """Share of a file in the page cache from which reading through the cache wins over going around it."""
 
@@ -61,7 +61,7 @@ def choose_io(shard: Shard, residency: Residency, *, asked: IOMode, copies_only:
     cached = f"{residency.fraction:.0%} of the file is in the page cache"
     if residency.fraction < _WARM:
         return Choice("direct", f"{cached}: around it")
-    if kind.startswith(_NETWORK):
+    if kind.startswith(NETWORK):
         return Choice("pread", f"{cached}; {kind} is a network file system and is never mapped")
     if copies_only:
         return Choice("pread", f"{cached}; bytes go straight to their destination")

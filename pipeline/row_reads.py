@@ -1,0 +1,201 @@
+"""Many small reads at once: rows merged into runs of pages, advice for all runs in one call, and threads that share them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ggufstream.layouts import Bytes
+from ggufstream.pages import PAGE, advise
+from ggufstream.row_cache import Ids
+
+__all__ = ["MADV_RANDOM", "MADV_WILLNEED", "READERS", "Readers", "Runs", "advise_runs", "gather", "merge"]
+
+READERS = 32
+"""Reads in flight: what one solid-state disk needs to be busy."""
+
+MADV_RANDOM = 1
+MADV_WILLNEED = 3
+
+_IOV_MAX = 1024
+_T = TypeVar("_T")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Runs(NamedTuple):
+    """Stretches of a file, in order, that hold some rows. Bytes."""
+
+    first: Ids
+    """Where each run begins,"""
+    last: Ids
+    """and ends."""
+    run_of_row: Ids
+    begin: Ids
+    """Where each row begins."""
+
+    @property
+    def nbytes(self) -> Ids:
+        return self.last - self.first
+
+    def paged(self) -> Runs:
+        """The same in whole pages."""
+        return self._replace(first=self.first // PAGE * PAGE, last=-(-self.last // PAGE) * PAGE)
+
+    def pieces(self, places: Ids) -> list[tuple[int, int, int]]:
+        """Offset in the file, bytes and place in memory of each run."""
+        return list(zip(self.first.tolist(), self.nbytes.tolist(), places.tolist(), strict=True))
+
+    def places(self) -> tuple[Ids, Ids]:
+        """With all runs one after the other in memory: where each run begins there, and where each row."""
+        ends = np.cumsum(self.nbytes)
+        runs = ends - self.nbytes
+        return runs, runs[self.run_of_row] + self.begin - self.first[self.run_of_row]
+
+
+def merge(ids: Ids, *, offset: int, row_bytes: int, limit: int = 1 << 20) -> Runs:
+    """Merge rows into runs: rows whose pages touch are read together, up to about ``limit`` bytes.
+
+    Args:
+        ids: At least one row.
+        offset: Where row 0 begins in the file.
+        row_bytes: Bytes a row.
+        limit: Longer runs are cut, so that several threads can share them.
+    """
+    begin = offset + ids * row_bytes
+    end = begin + row_bytes
+    first, last = begin // PAGE, -(-end // PAGE)
+    is_head = np.ones(ids.size, np.bool_)
+    np.greater(first[1:], last[:-1], out=is_head[1:])
+    window = begin // limit
+    is_head[1:] |= window[1:] != window[:-1]
+    heads = np.flatnonzero(is_head)
+    tails = np.append(heads[1:], ids.size) - 1
+    return Runs(begin[heads], end[tails], np.cumsum(is_head) - 1, begin)
+
+
+def gather(memory: Bytes, offsets: Ids, row_bytes: int) -> npt.NDArray[np.uint8]:
+    """Copy the rows that begin at these offsets of ``memory``, shape ``(n, row_bytes)``."""
+    # Opaque items that begin at every byte: picking some is one plain copy for each.
+    items: npt.NDArray[np.void] = np.ndarray((memory.size - row_bytes + 1,), f"V{row_bytes}", memory.data, strides=(1,))
+    return items[offsets].view(np.uint8).reshape(offsets.size, row_bytes)
+
+
+def advise_runs(memory: Bytes, runs: Runs, advice: int) -> None:
+    """``madvise`` for many stretches of ``memory``, whose byte 0 is byte 0 of the runs.
+
+    Raises:
+        OSError: As the system call.
+    """
+    base = memory.ctypes.data
+    vectors = np.empty((runs.first.size, 2), np.uint64)
+    vectors[:, 0] = base + runs.first
+    vectors[:, 1] = runs.nbytes
+    done = _advise_at_once(vectors, advice)
+    for first, last in zip(runs.first[done:].tolist(), runs.last[done:].tolist(), strict=True):
+        advise(memory[first:last], advice)
+
+
+def _advise_at_once(vectors: npt.NDArray[np.uint64], advice: int) -> int:
+    """How many of the vectors one call (``process_madvise``) took: since Linux 6.13 all advice for oneself."""
+    if not hasattr(_libc, "process_madvise") or not hasattr(os, "pidfd_open"):
+        return 0
+    try:
+        process = os.pidfd_open(os.getpid())
+    except OSError:
+        return 0
+    try:
+        ends = np.cumsum(vectors[:, 1])
+        done = 0
+        while done < len(vectors):
+            part = vectors[done : done + _IOV_MAX]
+            call = _libc.process_madvise
+            count = call(process, ctypes.c_void_p(part.ctypes.data), ctypes.c_size_t(len(part)), advice, 0)
+            if count <= 0:
+                break
+            before = int(ends[done - 1]) if done else 0
+            reached = int(np.searchsorted(ends, before + count, side="right"))
+            if reached == done:
+                break
+            done = reached
+        return done
+    finally:
+        os.close(process)
+
+
+if hasattr(_libc, "process_madvise"):
+    _libc.process_madvise.restype = ctypes.c_ssize_t
+
+
+class Readers:
+    """Threads that share out the pieces of one piece of work; started when first used. Safe from any thread."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self._lock = threading.Lock()
+        self._executor: ThreadPoolExecutor | None = None
+
+    def share(self, work: Callable[[Iterator[_T]], None], items: Sequence[_T], *, threads: int | None = None) -> None:
+        """Call ``work`` in several threads, this one among them; all draw from one iterator over ``items``.
+
+        Raises:
+            Exception: The first that ``work`` raised; nothing runs any more then.
+        """
+        shared = iter(items)
+        count = min(threads or self.threads, len(items)) - 1
+        futures: list[Future[None]] = []
+        if count > 0:
+            executor = self._started()
+            with suppress(RuntimeError):  # no thread can be started: fewer do it
+                for _ in range(count):
+                    futures.append(executor.submit(_drain, work, shared))  # noqa: PERF401 - those before an error count
+        try:
+            _drain(work, shared)
+        finally:
+            errors = [future.exception() for future in futures]
+        for error in errors:
+            if error is not None:
+                raise error
+
+    def start(self) -> None:
+        """Start all threads now."""
+        with suppress(RuntimeError):
+            started = threading.Barrier(self.threads + 1, timeout=1)
+            for _ in range(self.threads):
+                self._started().submit(_meet, started)
+            _meet(started)
+
+    def _started(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(self.threads, thread_name_prefix="ggufstream-rows")
+            return self._executor
+
+    def close(self) -> None:
+        """End the threads. Nothing may be running. A second call does nothing."""
+        with self._lock:
+            executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.shutdown()
+
+
+def _meet(barrier: threading.Barrier) -> None:
+    with suppress(threading.BrokenBarrierError):
+        barrier.wait()
+
+
+def _drain(work: Callable[[Iterator[_T]], None], shared: Iterator[_T]) -> None:
+    try:
+        work(shared)
+    except BaseException:
+        for _ in shared:  # the others need not go on
+            pass
+        raise

@@ -1,0 +1,418 @@
+"""Rows of a table that stays in the file: four ways to have many of them at once, and the choice between them.
+
+Every way gives the bytes as they are in the file, leaves the page cache as the caller wants it, and compares the file
+with what its header was read from: bytes of a file that was written to meanwhile are an error, never a result. A file
+that another one replaced under its name stays open here and is read on.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+
+import numpy as np
+import numpy.typing as npt
+
+from ggufstream.backends.host_memory import anonymous_memory
+from ggufstream.errors import FileChangedError, TruncatedFileError, UnreadableFileError
+from ggufstream.file_bytes import read_error, read_exactly
+from ggufstream.gguf_file import FileIdentity, Shard
+from ggufstream.gguf_layout import TensorInfo
+from ggufstream.layouts import Bytes
+from ggufstream.options import RowStrategy
+from ggufstream.pages import MADV_DONTNEED, MADV_POPULATE_READ, PAGE, advise, evict, filesystem_type, page_span
+from ggufstream.read import NETWORK
+from ggufstream.row_cache import Ids
+from ggufstream.row_reads import MADV_RANDOM, MADV_WILLNEED, Readers, Runs, advise_runs, gather, merge
+
+__all__ = ["BATCH_BYTES", "FileRows", "RowSource", "Table", "open_rows"]
+
+BATCH_BYTES = 16 << 20
+"""File bytes, in whole pages, that one fetch may touch: bounds scratch memory, and what is resident meanwhile."""
+
+_RWF_DONTCACHE = 0x80
+"""Since Linux 6.14: what this read brings into the page cache goes when it is done. Not in Python's ``os`` yet."""
+
+
+class RowSource(ABC):
+    """Rows of one table, many at a time. Methods block and are safe from several threads."""
+
+    strategy: str
+    reason: str
+
+    def __init__(self) -> None:
+        self._counting = threading.Lock()
+        self.fetches = 0
+        """Reads, or copies of contiguous stretches."""
+        self.bytes_read = 0
+
+    @abstractmethod
+    def fetch(self, ids: Ids) -> npt.NDArray[np.uint8]:
+        """Rows as they are in the file, shape ``(n, bytes a row)``.
+
+        Args:
+            ids: At least one, each once, sorted. At most about ``BATCH_BYTES`` of rows.
+
+        Raises:
+            FileError: The bytes cannot be had.
+            DeviceError: The same, where the rows lie on a device.
+        """
+
+    def close(self) -> None:
+        """Give everything back; no fetch is running. A second call does nothing."""
+
+    def _count(self, fetches: int, nbytes: int) -> None:
+        with self._counting:
+            self.fetches += fetches
+            self.bytes_read += nbytes
+
+
+class Table:
+    """What all ways to read one table share.
+
+    Args:
+        tensor: The table.
+        shard: Its file.
+        descriptor: The file, open; the ways to read open it again.
+        readers: Threads.
+        kept: For each page of the table, whether it stays in the page cache; ``None``: nothing is evicted.
+    """
+
+    def __init__(
+        self,
+        tensor: TensorInfo,
+        shard: Shard,
+        descriptor: int,
+        *,
+        readers: Readers,
+        kept: npt.NDArray[np.bool_] | None,
+    ) -> None:
+        self.tensor = tensor
+        self.shard = shard
+        self.descriptor = descriptor
+        self.readers = readers
+        self.kept = kept
+
+    def merge(self, ids: Ids) -> Runs:
+        return merge(ids, offset=self.tensor.offset, row_bytes=self.tensor.row_bytes)
+
+    def reopen(self, flags: int = 0) -> int:
+        """The same file, whatever its path names by now, with a position and an advice of its own."""
+        return os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC | flags)
+
+    def check_unchanged(self, descriptor: int) -> None:
+        """Compare the file with what its header was read from.
+
+        Raises:
+            FileChangedError: Size or time differ.
+        """
+        now = FileIdentity.of(os.fstat(descriptor))
+        if now != self.shard.identity:
+            was = self.shard.identity
+            changes = ", ".join(
+                f"{name} {old} → {new}" for name, old, new in zip(was._fields, was, now, strict=True) if old != new
+            )
+            raise FileChangedError(
+                f"changed after it was loaded ({changes}), so rows of {self.tensor.name} cannot be trusted any more",
+                file=self.shard.path,
+                tensor=self.tensor.name,
+                remedy="Load it again when nothing writes to it",
+            )
+
+    def truncated(self, descriptor: int, needed: int) -> TruncatedFileError:
+        """The error for a file that ends before byte ``needed``."""
+        size = os.fstat(descriptor).st_size
+        return TruncatedFileError(
+            f"ends at byte {size:,}, before rows of {self.tensor.name} that were asked for: it was truncated after it "
+            f"was loaded",
+            file=self.shard.path,
+            tensor=self.tensor.name,
+            offset=size,
+            needed=needed,
+            available=size,
+            remedy="Load it again from a whole file",
+        )
+
+    def evict(self, descriptor: int, runs: Runs) -> None:
+        """Evict what these runs, in whole pages, brought into the page cache."""
+        if self.kept is None:
+            return
+        origin = self.tensor.offset // PAGE
+        firsts, lasts = runs.first // PAGE, runs.last // PAGE
+        # Of runs with pages that stay, the others stay too, until a run without comes by: rows are small.
+        before = np.concatenate([[0], np.cumsum(self.kept)])
+        free = before[lasts - origin] == before[firsts - origin]
+        for first, last in zip(firsts[free].tolist(), lasts[free].tolist(), strict=True):
+            evict(descriptor, first, last)
+
+
+class FileRows(RowSource):
+    """Rows out of the file."""
+
+    def __init__(self, table: Table, reason: str) -> None:
+        super().__init__()
+        self.table = table
+        self.reason = reason
+
+
+class PreadRows(FileRows):
+    """``pread``: several threads read through the page cache, without read-ahead."""
+
+    strategy = "pread"
+
+    def __init__(self, table: Table, reason: str) -> None:
+        super().__init__(table, reason)
+        self._descriptor = table.reopen()
+        # The kernel keeps this advice for all that the descriptor reads: it is the table's own.
+        os.posix_fadvise(self._descriptor, table.tensor.offset, table.tensor.nbytes, os.POSIX_FADV_RANDOM)
+        self._flags = 0 if table.kept is None else _RWF_DONTCACHE
+
+    def fetch(self, ids: Ids) -> npt.NDArray[np.uint8]:
+        runs = self.table.merge(ids)
+        places, rows = runs.places()
+        row_bytes = self.table.tensor.row_bytes
+        memory = np.empty(int(runs.nbytes.sum()), np.uint8)
+        self._read(runs, places, memory)
+        self.table.check_unchanged(self._descriptor)
+        self._count(runs.first.size, memory.size)
+        if memory.size == ids.size * row_bytes:  # nothing between the rows
+            return memory.reshape(ids.size, row_bytes)
+        return gather(memory, rows, row_bytes)
+
+    def _read(self, runs: Runs, places: Ids, memory: Bytes) -> None:
+        view, descriptor = memory.data, self._descriptor
+
+        def work(pieces: Iterator[tuple[int, int, int]]) -> None:
+            for offset, nbytes, place in pieces:
+                part = view[place : place + nbytes]
+                try:
+                    count = os.preadv(descriptor, [part], offset, self._flags)
+                except OSError as error:
+                    if not self._flags or error.errno not in {errno.EOPNOTSUPP, errno.EINVAL}:
+                        raise self._failed(error, offset) from None
+                    self._flags = 0
+                    count = 0
+                if count < nbytes:
+                    self.read_rest(memory[place : place + nbytes], offset, count)
+
+        self.table.readers.share(work, runs.pieces(places))
+        if not self._flags:
+            self.table.evict(descriptor, runs.paged())
+
+    def read_rest(self, memory: Bytes, offset: int, count: int) -> None:
+        """Fill ``memory``, of which ``count`` bytes are there; ``offset`` is that of its first byte in the file."""
+        table = self.table
+        read_exactly(self._descriptor, memory[count:], offset + count, file=table.shard.path, tensor=table.tensor.name)
+
+    def _failed(self, error: OSError, offset: int) -> UnreadableFileError:
+        return read_error(error, file=self.table.shard.path, tensor=self.table.tensor.name, offset=offset)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class DirectRows(PreadRows):
+    """``direct``: several threads read whole pages around the page cache.
+
+    Where the file system refuses, at open or at the first read, it goes on as ``pread`` and says so in ``reason``.
+    """
+
+    strategy = "direct"
+
+    def __init__(self, table: Table, reason: str) -> None:
+        super().__init__(table, reason)
+        self._direct = -1
+        self._scratch: list[Bytes] = []
+        try:
+            self._direct = table.reopen(os.O_DIRECT)
+        except OSError as error:
+            self._fall_back(f"at open ({error.strerror})")
+
+    def fetch(self, ids: Ids) -> npt.NDArray[np.uint8]:
+        if self.strategy != "direct":
+            return super().fetch(ids)
+        runs = self.table.merge(ids).paged()
+        places, rows = runs.places()
+        needed = int(runs.nbytes.sum())
+        scratch = self._take(needed)
+        try:
+            self._read_pages(runs, places, scratch)
+            self.table.check_unchanged(self._descriptor)
+            self._count(runs.first.size, needed)
+            return gather(scratch, rows, self.table.tensor.row_bytes)
+        finally:
+            self._scratch.append(scratch)
+
+    def _read_pages(self, runs: Runs, places: Ids, memory: Bytes) -> None:
+        view, descriptor, size = memory.data, self._direct, self.table.tensor.offset + self.table.tensor.nbytes
+
+        def work(pieces: Iterator[tuple[int, int, int]]) -> None:
+            for offset, nbytes, place in pieces:
+                count = 0
+                if self._direct >= 0 and self.strategy == "direct":
+                    try:
+                        count = os.preadv(descriptor, [view[place : place + nbytes]], offset)
+                    except OSError as error:
+                        if error.errno != errno.EINVAL:
+                            raise self._failed(error, offset) from None
+                        self._fall_back("at the first read")
+                needed = min(nbytes, size - offset)  # the last page may end with the file
+                if count < needed:
+                    self.read_rest(memory[place : place + needed], offset, count)
+
+        self.table.readers.share(work, runs.pieces(places))
+
+    def _take(self, nbytes: int) -> Bytes:
+        """Page-aligned memory, used before where there is some: new pages are dear."""
+        with suppress(IndexError):
+            scratch = self._scratch.pop()
+            if scratch.size >= nbytes:
+                return scratch
+        return anonymous_memory(max(nbytes, BATCH_BYTES // 2), owner="rows")
+
+    def _fall_back(self, when: str) -> None:
+        with self._counting:
+            if self.strategy == "direct":
+                self.strategy = "pread"
+                self.reason += f"; the file system refused O_DIRECT {when}"
+
+    def close(self) -> None:
+        if self._direct >= 0:
+            os.close(self._direct)
+            self._direct = -1
+        self._scratch.clear()
+        super().close()
+
+
+class MappedRows(FileRows):
+    """``mapped``: one advice brings the pages of all rows in at once; they are copied out and given back.
+
+    Only the table is mapped. A page is never touched before the kernel has populated it, which is an error and not a
+    signal where the file was cut.
+    """
+
+    strategy = "mapped"
+
+    def __init__(self, table: Table, reason: str) -> None:
+        super().__init__(table, reason)
+        tensor = table.tensor
+        first, _ = page_span(tensor.offset, tensor.nbytes)
+        self._origin = first * PAGE
+        self._descriptor = table.reopen()
+        try:
+            mapping = mmap.mmap(
+                self._descriptor,
+                tensor.offset + tensor.nbytes - self._origin,
+                flags=mmap.MAP_SHARED,
+                prot=mmap.PROT_READ,
+                offset=self._origin,
+            )
+        except (OSError, ValueError) as error:
+            os.close(self._descriptor)
+            self._descriptor = -1
+            raise UnreadableFileError(
+                f"{tensor.name} cannot be mapped ({error})",
+                file=table.shard.path,
+                tensor=tensor.name,
+                remedy="Use another row strategy, pread for instance",
+            ) from None
+        self._bytes: Bytes | None = np.frombuffer(mapping, np.uint8)
+        advise(self._bytes, MADV_RANDOM)
+
+    def fetch(self, ids: Ids) -> npt.NDArray[np.uint8]:
+        assert self._bytes is not None, "used after close()"
+        runs = self.table.merge(ids).paged()
+        shifted = runs._replace(first=runs.first - self._origin, last=runs.last - self._origin)
+        try:
+            with suppress(OSError):  # an advice; what it could not do, populating does
+                advise_runs(self._bytes, shifted, MADV_WILLNEED)
+            self._populate(shifted, runs)
+            result = gather(self._bytes, runs.begin - self._origin, self.table.tensor.row_bytes)
+        finally:
+            advise_runs(self._bytes, shifted, MADV_DONTNEED)
+            self.table.evict(self._descriptor, runs)
+        self.table.check_unchanged(self._descriptor)
+        self._count(runs.first.size, int(runs.nbytes.sum()))
+        return result
+
+    def _populate(self, shifted: Runs, runs: Runs) -> None:
+        assert self._bytes is not None
+        try:
+            advise_runs(self._bytes, shifted, MADV_POPULATE_READ)
+        except OSError as error:
+            table, end = self.table, min(int(runs.last[-1]), self.table.tensor.offset + self.table.tensor.nbytes)
+            if error.errno == errno.EINVAL:  # before Linux 5.14: the size is all that can be checked
+                table.check_unchanged(self._descriptor)
+            elif os.fstat(self._descriptor).st_size < end:
+                raise table.truncated(self._descriptor, end) from None
+            else:
+                offset = int(runs.begin[0])
+                raise read_error(error, file=table.shard.path, tensor=table.tensor.name, offset=offset) from None
+
+    def close(self) -> None:
+        self._bytes = None
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+_WAYS: dict[str, type[FileRows]] = {"mapped": MappedRows, "pread": PreadRows, "direct": DirectRows}
+
+_FEW_ROWS = 256
+_ROUNDS = (8, 64)
+_ROUND_SECONDS = 0.003
+
+
+def open_rows(table: Table, asked: RowStrategy) -> FileRows:
+    """Open a table in the way asked for, or in the one that a short measurement finds fastest.
+
+    Raises:
+        FileError: The file cannot be opened, mapped or read any more.
+    """
+    if asked != "auto":
+        return _WAYS[asked](table, "asked for")
+    kind = filesystem_type(table.shard.identity.device)
+    if kind.startswith(NETWORK):
+        return PreadRows(table, f"{kind} is a network file system and is never mapped")
+    if table.tensor.rows < _FEW_ROWS:
+        return PreadRows(table, f"{table.tensor.rows} rows are too few to measure")
+    with ExitStack() as others:
+        ways: dict[str, FileRows] = {}
+        for kind_of_rows in _WAYS.values():
+            try:
+                way = kind_of_rows(table, "")
+            except UnreadableFileError:  # some FUSE file systems map nothing
+                continue
+            others.callback(way.close)
+            ways.setdefault(way.strategy, way)
+        table.readers.start()
+        seconds, count = _measure(table, list(ways.values()))
+        told = ", ".join(f"{name} {s * 1e3:.2f} ms" for name, s in zip(ways, seconds, strict=True))
+        best = list(ways.values())[seconds.index(min(seconds))]
+        strategy = best.strategy
+    return _WAYS[strategy](table, f"fastest for {count} random rows: {told}")
+
+
+def _measure(table: Table, ways: Sequence[FileRows]) -> tuple[list[float], int]:
+    """Seconds of each way for random rows, other ones for each; fewer where the disk is slow."""
+    rng = np.random.default_rng(0)
+    seconds: list[float] = []
+    count = 0
+    for count in _ROUNDS:
+        seconds = []
+        for way in ways:
+            ids = np.unique(rng.integers(0, table.tensor.rows, count))
+            started = time.perf_counter()
+            way.fetch(ids)
+            seconds.append(time.perf_counter() - started)
+        if min(seconds) > _ROUND_SECONDS:
+            break
+    return seconds, count

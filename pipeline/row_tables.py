@@ -1,0 +1,174 @@
+"""The lookup tables of a model, opened when it is loaded: which rows come from where, and why."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ggufstream.backends.arena import Arena
+from ggufstream.backends.base import Backend, Slice
+from ggufstream.backends.decode import DECODABLE
+from ggufstream.gguf_file import Shard
+from ggufstream.options import Intent, PageCacheMode, Placement, RowStrategy
+from ggufstream.pages import Residency, evict, page_span
+from ggufstream.plan import LoadPlan, PlanEntry
+from ggufstream.report import RowsReport
+from ggufstream.row_reads import READERS, Readers
+from ggufstream.row_slices import SliceRows
+from ggufstream.row_sources import RowSource, Table, open_rows
+from ggufstream.rows import RowTable
+
+__all__ = ["RowTables", "slices_of"]
+
+
+def slices_of(entry: PlanEntry, arenas: Mapping[str, Arena]) -> tuple[Slice, ...]:
+    """Where the slices of a tensor lie, in row order."""
+    if entry.arena is None:
+        return ()
+    arena = arenas[entry.arena]
+    result = []
+    for part in entry.slices:
+        chunk, offset = arena.place(part.index)
+        result.append(Slice(chunk=chunk, offset=offset, nbytes=part.nbytes, extent=part.extent, layout=entry.layout))
+    return tuple(result)
+
+
+class RowTables:
+    """Every tensor with the intent ``LOOKUP`` as a table. Blocks; ``close`` when no request is running.
+
+    Args:
+        plan: What was loaded.
+        shards: The files.
+        backends: The devices.
+        arenas: By name, filled.
+        descriptors: By shard: open files. The tables open those anew that they read; the others must outlive them.
+        residency: By shard: what was in the page cache before the load.
+        page_cache: What it shall hold; ``auto`` is *as found*.
+        strategy: How rows come out of a file.
+        cache_bytes: Bound of the row caches together.
+
+    Raises:
+        FileError: A table cannot be read any more.
+    """
+
+    def __init__(
+        self,
+        plan: LoadPlan,
+        *,
+        shards: Sequence[Shard],
+        backends: Sequence[Backend],
+        arenas: Mapping[str, Arena],
+        descriptors: Mapping[int, int],
+        residency: Sequence[Residency],
+        page_cache: PageCacheMode,
+        strategy: RowStrategy,
+        cache_bytes: int,
+    ) -> None:
+        self._plan = plan
+        self._shards = shards
+        self._backends = backends
+        self._arenas = arenas
+        self._descriptors = descriptors
+        self._residency = residency
+        self._page_cache = page_cache
+        self._readers = Readers(READERS)
+        self._tables: dict[str, RowTable] = {}
+        entries = [e for e in plan.entries if Intent.LOOKUP in e.intent and e.tensor.type.name in DECODABLE]
+        caches = _shares([e for e in entries if e.placement is Placement.ROWS], cache_bytes)
+        decoders = len(os.sched_getaffinity(0))
+        try:
+            for entry in entries:
+                name = entry.tensor.name
+                self._tables[name] = RowTable(
+                    entry.tensor,
+                    self._source(entry, strategy),
+                    readers=self._readers,
+                    cache_bytes=caches.get(name, 0),
+                    decoders=decoders,
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def tables(self) -> Mapping[str, RowTable]:
+        """By name of the tensor."""
+        return MappingProxyType(self._tables)
+
+    def report(self) -> tuple[RowsReport, ...]:
+        """How each table is read, and why so."""
+        return tuple(
+            RowsReport(tensor=name, strategy=table.source.strategy, reason=table.source.reason)
+            for name, table in self._tables.items()
+        )
+
+    def statistics(self) -> dict[str, Any]:
+        """Counters of each table."""
+        return {name: table.statistics() for name, table in self._tables.items()}
+
+    def close(self) -> None:
+        """Close all tables, and end their threads. A second call does nothing."""
+        for table in self._tables.values():
+            table.close()
+        self._readers.close()
+
+    def _source(self, entry: PlanEntry, strategy: RowStrategy) -> RowSource:
+        tensor = entry.tensor
+        if entry.placement is Placement.ROWS and tensor.nbytes:
+            return open_rows(self._table(entry), strategy)
+        device = None if entry.device is None else self._plan.devices[entry.device]
+        mapped = entry.arena is not None and bool(self._plan.arenas[entry.arena].spans)
+        if mapped:
+            reason = "the device reads the file's pages, and so does this"
+        elif device is None:
+            reason = "from the copy in host memory" if entry.slices else "no elements"
+        else:
+            reason = f"from the copy that is there for products ({device.device}, layout {entry.layout.name})"
+        return SliceRows(
+            tensor,
+            slices_of(entry, self._arenas),
+            visible=mapped or device is None or device.memory != "discrete",
+            read=None if entry.device is None else self._backends[entry.device].read,
+            mapped=self._table(entry) if mapped else None,
+            reason=reason,
+        )
+
+    def _table(self, entry: PlanEntry) -> Table:
+        tensor = entry.tensor
+        return Table(
+            tensor,
+            self._shards[tensor.shard],
+            self._descriptors[tensor.shard],
+            readers=self._readers,
+            kept=self._kept(entry),
+        )
+
+    def _kept(self, entry: PlanEntry) -> npt.NDArray[np.bool_] | None:
+        """Which pages of a table stay in the page cache; ``None``: none is evicted."""
+        tensor = entry.tensor
+        first, last = page_span(tensor.offset, tensor.nbytes)
+        match self._page_cache:
+            case "keep":
+                return None
+            case "drop":
+                evict(self._descriptors[tensor.shard], first, last)
+                return np.broadcast_to(np.False_, last - first)
+            case _:
+                return self._residency[tensor.shard].pages[first:last].copy()
+
+
+def _shares(entries: Sequence[PlanEntry], cache_bytes: int) -> dict[str, int]:
+    """The cache divided: as much for each, but what a small table does not need goes to the larger ones."""
+    shares: dict[str, int] = {}
+    left = cache_bytes
+    by_size = sorted(entries, key=lambda entry: entry.tensor.nbytes)
+    for i, entry in enumerate(by_size):
+        tensor = entry.tensor
+        shares[tensor.name] = min(left // (len(by_size) - i), 2 * tensor.nbytes + 64)
+        left -= shares[tensor.name]
+    return shares

@@ -1,0 +1,241 @@
+"""Lookup tables: many rows at once, each had once, decoded once, and put where it was asked for.
+
+A request goes through a table in batches of bounded size. Of a batch, the cache gives what it has; what another request
+is fetching already is waited for; the rest comes from the table's source in one go.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ggufstream.backends.decode import decode
+from ggufstream.errors import OptionError, RowIndexError
+from ggufstream.gguf_layout import TensorInfo
+from ggufstream.pages import PAGE
+from ggufstream.row_cache import Ids, RowCache
+from ggufstream.row_reads import Readers
+from ggufstream.row_sources import BATCH_BYTES, RowSource
+
+__all__ = ["Request", "RowTable"]
+
+_PIECE_BYTES = 256 << 10
+"""File bytes that one thread decodes at a time: the numbers made of them stay in the processor's cache."""
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """Rows that are being fetched now; ``blocks`` stays ``None`` if that fails."""
+
+    ids: Ids
+    done: threading.Event = field(default_factory=threading.Event)
+    blocks: npt.NDArray[np.uint8] | None = None
+
+
+class RowTable:
+    """One table: a cache in front of a source. Methods block and are safe from several threads.
+
+    Args:
+        tensor: The table.
+        source: Where its rows come from.
+        readers: Threads to decode in.
+        cache_bytes: Bound of the row cache, 0 for none.
+        decoders: How many threads decode.
+    """
+
+    def __init__(
+        self, tensor: TensorInfo, source: RowSource, *, readers: Readers, cache_bytes: int, decoders: int
+    ) -> None:
+        self.tensor = tensor
+        self.source = source
+        self._readers = readers
+        self._decoders = decoders
+        self._cache = RowCache(rows=tensor.rows, row_bytes=tensor.row_bytes, nbytes=cache_bytes)
+        self._lock = threading.Lock()
+        self._fetching: list[_Fetch] = []
+        self._counts = dict.fromkeys(("rows", "hits", "misses", "shared"), 0)
+        self._seconds = 0.0
+        self.batch_rows = max(1, BATCH_BYTES // (tensor.row_bytes + 2 * PAGE))
+
+    def request(self, ids: npt.ArrayLike, *, prefetch: bool = False) -> Request:
+        """Check the ids and sort them out; fetches nothing yet.
+
+        Raises:
+            RowIndexError: The table has no such row.
+            OptionError: The ids are not whole numbers.
+        """
+        return Request(self, _checked(self.tensor, ids), prefetch=prefetch)
+
+    @property
+    def prefetch_rows(self) -> int:
+        """How many rows a prefetch may bring: all that the cache holds."""
+        return self._cache.slots
+
+    def blocks(self, ids: Ids) -> npt.NDArray[np.uint8]:
+        """Rows as they are in the file; ids sorted, each once, at most ``batch_rows``."""
+        with self._lock:
+            here, slots = self._cache.find(ids)
+            cached = self._cache.take(slots) if slots.size else None
+            missing = np.flatnonzero(~here)
+            others = [fetch for fetch in self._fetching if np.isin(ids[missing], fetch.ids, assume_unique=True).any()]
+            ours = missing
+            if others:
+                ours = missing[~np.isin(ids[missing], np.concatenate([fetch.ids for fetch in others]))]
+            mine = _Fetch(ids[ours])
+            if ours.size:
+                self._fetching.append(mine)
+            self._counts["hits"] += slots.size
+            self._counts["misses"] += ours.size
+            self._counts["shared"] += missing.size - ours.size
+        if ours.size:
+            self._fetch(mine)
+            assert mine.blocks is not None
+            if ours.size == ids.size:
+                return mine.blocks
+        result = np.empty((ids.size, self.tensor.row_bytes), np.uint8)
+        if cached is not None:
+            result[here] = cached
+        if mine.blocks is not None:
+            result[ours] = mine.blocks
+        left = np.setdiff1d(missing, ours, assume_unique=True)
+        for fetch in others:
+            wanted = left[np.isin(ids[left], fetch.ids, assume_unique=True)]
+            fetch.done.wait()
+            if fetch.blocks is not None:
+                result[wanted] = fetch.blocks[np.searchsorted(fetch.ids, ids[wanted])]
+                left = np.setdiff1d(left, wanted, assume_unique=True)
+        if left.size:  # the other request failed; perhaps this one can
+            result[left] = self.blocks(ids[left])
+        return result
+
+    def _fetch(self, mine: _Fetch) -> None:
+        started = time.perf_counter()
+        try:
+            mine.blocks = self.source.fetch(mine.ids)
+        finally:
+            with self._lock:
+                self._fetching.remove(mine)
+                self._seconds += time.perf_counter() - started
+                if mine.blocks is not None:
+                    self._cache.insert(mine.ids, mine.blocks)
+            mine.done.set()
+
+    def decode(self, blocks: npt.NDArray[np.uint8], first: int, request: Request) -> None:
+        """Decode rows ``first`` and on of a request into its result, in several threads where there are many."""
+        step = max(1, _PIECE_BYTES // max(self.tensor.row_bytes, 1))
+
+        def work(starts: Iterator[int]) -> None:
+            for start in starts:
+                part = blocks[start : start + step]
+                values = decode(self.tensor.type, part.reshape(-1)).reshape(len(part), -1)
+                request.put(first + start, values)
+
+        self._readers.share(work, range(0, len(blocks), step), threads=self._decoders)
+
+    def asked(self, rows: int) -> None:
+        """Count rows that were asked for."""
+        with self._lock:
+            self._counts["rows"] += rows
+
+    def statistics(self) -> dict[str, Any]:
+        """Rows asked for (repeated ones each time); distinct rows a batch that were cached (``hits``), fetched
+        (``misses``) or fetched by another request at the time (``shared``); reads and their bytes and seconds.
+        """
+        with self._lock:
+            return {
+                "strategy": self.source.strategy,
+                **self._counts,
+                "evictions": self._cache.evictions,
+                "fetches": self.source.fetches,
+                "bytes_read": self.source.bytes_read,
+                "seconds": round(self._seconds, 6),
+                "cached_rows": self._cache.held,
+                "cache_bytes": self._cache.nbytes,
+            }
+
+    def close(self) -> None:
+        """Close the source; nothing is running. A second call does nothing."""
+        self.source.close()
+
+
+class Request:
+    """Rows of one call. Run its ``batches`` one after the other, then take ``result``."""
+
+    def __init__(self, table: RowTable, ids: npt.NDArray[np.int64], *, prefetch: bool) -> None:
+        self._table = table
+        flat = ids.reshape(-1)
+        self._order = np.argsort(flat, kind="stable")
+        ordered = flat[self._order]
+        is_first = np.ones(flat.size, np.bool_)
+        np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
+        self._unique = ordered[is_first]
+        self._starts = np.append(np.flatnonzero(is_first), flat.size)
+        self._which = np.cumsum(is_first) - 1
+        self._prefetch = prefetch
+        self._values = np.empty((0 if prefetch else flat.size, table.tensor.row_elements), np.float32)
+        self._shape = ids.shape
+        if prefetch:
+            self._unique = self._unique[: table.prefetch_rows]
+        else:
+            table.asked(flat.size)
+        self.batches = range(0, self._unique.size if table.tensor.nbytes else 0, table.batch_rows)
+
+    def run(self, start: int) -> None:
+        """Fetch and decode the batch that begins at this one of the distinct rows.
+
+        Raises:
+            FileError: The rows cannot be read.
+            DeviceError: The same, where they lie on a device.
+        """
+        blocks = self._table.blocks(self._unique[start : start + self._table.batch_rows])
+        if not self._prefetch:
+            self._table.decode(blocks, start, self)
+
+    def put(self, first: int, values: npt.NDArray[np.float32]) -> None:
+        """Write distinct rows ``first`` and on wherever they were asked for."""
+        places = slice(self._starts[first], self._starts[first + len(values)])
+        self._values[self._order[places]] = values[self._which[places] - first]
+
+    @property
+    def result(self) -> npt.NDArray[np.float32]:
+        """The rows, shape ``(*ids.shape, elements a row)``."""
+        return self._values.reshape(*self._shape, self._table.tensor.row_elements)
+
+
+def _checked(tensor: TensorInfo, ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """The ids as an array, each a row of the table."""
+    try:
+        array = np.asarray(ids)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise OptionError(f"the ids of rows of {tensor.name} are no array ({error})") from None
+    if array.size == 0:
+        return array.astype(np.int64)
+    if array.dtype == object:  # whole numbers beyond 64 bits become this
+        outside = next((i for i in array.flat if isinstance(i, int) and not 0 <= i < tensor.rows), None)
+        if outside is not None:
+            raise _no_such_row(tensor, outside)
+    if array.dtype.kind not in "iu":
+        raise OptionError(
+            f"the ids of rows of {tensor.name} are of type {array.dtype}", remedy="Give whole numbers, such as int64"
+        )
+    for outlier in (array.min(), array.max()):
+        if not 0 <= operator.index(outlier) < tensor.rows:
+            raise _no_such_row(tensor, operator.index(outlier))
+    return array.astype(np.int64)
+
+
+def _no_such_row(tensor: TensorInfo, row: int) -> RowIndexError:
+    return RowIndexError(
+        f"{tensor.name} has no row {row:,}: it has {tensor.rows:,}, of {tensor.row_elements:,} elements",
+        tensor=tensor.name,
+        id=row,
+        rows=tensor.rows,
+        remedy=f"Ask for rows 0 to {tensor.rows - 1:,}" if tensor.rows else "The table is empty",
+    )
