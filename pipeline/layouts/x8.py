@@ -27,7 +27,8 @@ __all__ = ["ROWS", "X8", "tile_dtype"]
 ROWS = 8
 """Of a group."""
 
-_STEP_BYTES = 256 << 10
+_STEP_BYTES = 2 << 20
+"""File bytes at a time, as for ``planar``."""
 
 _Copy: TypeAlias = Callable[[npt.NDArray[Any], npt.NDArray[Any]], None]
 
