@@ -12,7 +12,7 @@ from ggufstream.options import LoadOptions, UploadMode
 __all__ = ["describe_backends", "open_backend", "open_for"]
 
 _HOST: Final = ("cpu", "cpu_scalar")
-_NAMES: Final = ("auto", *_HOST, "vulkan", "simulated:PROFILE")
+_NAMES: Final = ("auto", *_HOST, "vulkan", "vulkan:DEVICE", "simulated:PROFILE")
 _DIRECT: Final[Mapping[UploadMode, bool | None]] = {"auto": None, "direct": True, "staged": False, "alias": None}
 
 _NO_GPU: Final = "no GPU found"
@@ -39,8 +39,8 @@ def open_backend(
     """Open a backend.
 
     Args:
-        spec: ``auto`` (a real GPU if there is one, else ``cpu``), ``cpu``, ``cpu_scalar``, ``vulkan`` or
-            ``simulated:PROFILE``.
+        spec: ``auto`` (a real GPU if there is one, else ``cpu``), ``cpu``, ``cpu_scalar``, ``vulkan``,
+            ``vulkan:DEVICE`` or ``simulated:PROFILE``.
         device: Part of a Vulkan device's name, or its number. With ``auto`` it means ``vulkan``.
         direct: Whether tensors are placed straight into device memory: ``None`` where possible, ``True`` demands it,
             ``False`` forces staging.
@@ -51,7 +51,13 @@ def open_backend(
         DeviceError: The backend cannot be opened; the message says what it lacks and how to get it.
     """
     name, _, profile = spec.partition(":")
-    if profile and name != "simulated":
+    if name == "vulkan" and profile:
+        if device is not None:
+            raise OptionError(
+                f"backend {spec!r} names a device, and so does device={device!r}", remedy="Give one of them"
+            )
+        device = profile
+    elif profile and name != "simulated":
         raise OptionError(f"backend {spec!r}: {name} has no profiles", remedy=_known())
     if name == "vulkan" or (name == "auto" and device is not None):
         return _vulkan(device, direct=direct, validation=validation)

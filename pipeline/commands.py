@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
@@ -25,7 +25,6 @@ from ggufstream.options import (
 from ggufstream.terminal import LogFormat, configure_logging, progress_bar, run_interruptible, write_json
 
 if TYPE_CHECKING:
-    from ggufstream.backends.base import Backend
     from ggufstream.events import EventSink
     from ggufstream.gguf_file import FileIndex
     from ggufstream.model import Model
@@ -215,6 +214,11 @@ def _settle(
         changes["validation"] = True
     options = LoadOptions.from_environment().replace(**changes)
     several = () if devices is None else tuple(name.strip() for name in devices.split(","))
+    if several and options.device is not None:
+        raise OptionError(
+            f"--device {options.device} does not say which of the devices it is for",
+            remedy=f"Name it among the devices, as in vulkan:{options.device}",
+        )
     configure_logging(log_format, verbose)
     return options, several
 
@@ -327,41 +331,20 @@ def plan(file: str, *, every_row: bool, as_json: bool, **given: Any) -> None:
 
 
 async def _plan(file: str, options: LoadOptions, several: Sequence[str]) -> dict[str, Any]:
+    from ggufstream.backends.registry import open_for
     from ggufstream.gguf_file import read_index
     from ggufstream.plan import make_plan
     from ggufstream.threads import in_thread
 
     index = await read_index(file)
 
-    async with _opened(several or (options.backend,), options) as backends:
-        load_plan = await in_thread(lambda: make_plan(index, backends=backends, options=options))
-        return load_plan.to_dict()
+    def work() -> dict[str, Any]:
+        with ExitStack() as opened:
+            names = several or (options.backend,)
+            backends = [opened.enter_context(open_for(options.replace(backend=name))[0]) for name in names]
+            return make_plan(index, backends=backends, options=options).to_dict()
 
-
-@asynccontextmanager
-async def _opened(names: Sequence[str], options: LoadOptions) -> AsyncIterator[list[Backend]]:
-    """Backends by name, where ``vulkan:1`` names a device too."""
-    from ggufstream.backends.registry import open_for
-    from ggufstream.threads import clean_up_in_thread, in_thread
-
-    stack = ExitStack()
-
-    def work() -> list[Backend]:
-        found = []
-        for name in names:
-            kind, _, part = name.partition(":")
-            own = options.replace(backend=name)
-            if kind == "vulkan" and part:
-                own = options.replace(backend=kind, device=part)
-            elif kind not in ("vulkan", "auto") and len(names) > 1:
-                own = own.replace(device=None)  # that of --device is for the others
-            found.append(stack.enter_context(open_for(own)[0]))
-        return found
-
-    try:
-        yield await in_thread(work)
-    finally:
-        await clean_up_in_thread(stack.close)
+    return await in_thread(work)
 
 
 @commands.command(short_help="Load, print the report, free.")
@@ -374,10 +357,7 @@ def load(file: str, *, as_json: bool, log_format: LogFormat, **given: Any) -> No
 
     async def work() -> dict[str, Any]:
         with progress_bar(log_format) as bar:
-            async with (
-                _opened(several, options) as backends,
-                await load_model(file, devices=backends, options=options, sinks=[bar]) as model,
-            ):
+            async with await load_model(file, devices=several, options=options, sinks=[bar]) as model:
                 return model.report.to_dict()
 
     report = run_interruptible(work)
@@ -404,10 +384,7 @@ def verify(file: str, *, as_json: bool, log_format: LogFormat, **given: Any) -> 
 
     async def work() -> dict[str, Any]:
         with progress_bar(log_format) as bar:
-            async with (
-                _opened(several, options) as backends,
-                await load_model(file, devices=backends, options=options, sinks=[bar]) as model,
-            ):
+            async with await load_model(file, devices=several, options=options, sinks=[bar]) as model:
                 found = await verify_model(model, on_tensor=_verify_progress(model, bar))
                 report = model.report
             place = {"backend": report.backend, "device": report.device, "io": report.io, "upload": report.upload}

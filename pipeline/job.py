@@ -69,6 +69,11 @@ async def submit(
     if devices and backend is not None:
         raise OptionError("backend and devices are both given", remedy="Give one of them")
     given = list(devices) or [chosen.backend if backend is None else backend]
+    if devices and chosen.device is not None:
+        raise OptionError(
+            f"device={chosen.device!r} does not say which of the devices it is for",
+            remedy="Name it among the devices, as in vulkan:llvmpipe",
+        )
     for device in given:
         if not isinstance(device, str | Backend):
             raise OptionError(f"{device!r} is neither the name of a backend nor an open one")

@@ -329,7 +329,10 @@ def _split_layers(
         nbytes[known[tensor.name].layer] += tensor.nbytes
     shares = options.device_weights or _free_shares(devices)
     if len(shares) != len(devices):
-        raise OptionError(f"device_weights has {len(shares)} values for {len(devices)} devices")
+        raise OptionError(
+            f"device_weights has {len(shares)} values, and there are {len(devices)} devices",
+            remedy="Give one weight a device",
+        )
     total_share, total = sum(shares), sum(nbytes.values())
     result: dict[int, int] = {}
     device, before, end = 0, 0, shares[0] / total_share * total

@@ -60,7 +60,7 @@ def choose_io(shard: Shard, residency: Residency, *, asked: IOMode, copies_only:
     kind = filesystem_type(shard.identity.device)
     cached = f"{residency.fraction:.0%} of the file is in the page cache"
     if residency.fraction < _WARM:
-        return Choice("direct", f"{cached}: around it")
+        return Choice("direct", cached)
     if kind.startswith(NETWORK):
         return Choice("pread", f"{cached}; {kind} is a network file system and is never mapped")
     if copies_only:

@@ -337,7 +337,7 @@ async def test_devices_of_different_kinds_are_one_load(mixed: Path) -> None:
 
 @pytest.mark.asyncio
 async def test_the_device_that_is_full_is_named(mixed: Path) -> None:
-    with pytest.raises(OptionError, match="2 values for 1 devices"):
+    with pytest.raises(OptionError, match="2 values, and there are 1 devices"):
         await ggufstream.load(mixed, backend="cpu", device_weights=[1, 2])
     with pytest.raises(OptionError, match="both given"):
         await ggufstream.load(mixed, backend="cpu", devices=["cpu"])

@@ -584,7 +584,7 @@ def _identity(path: Path) -> Any:
     ("kind", "cached", "copies_only", "mode", "word"),
     [
         ("ext4", 0.0, False, "direct", "0%"),
-        ("ext4", 0.4, True, "direct", "around"),
+        ("ext4", 0.4, True, "direct", "of the file is in the page cache"),
         ("ext4", 0.5, False, "mmap", "50%"),
         ("ext4", 1.0, False, "mmap", "100%"),
         ("ext4", 1.0, True, "pread", "straight"),
@@ -595,7 +595,7 @@ def _identity(path: Path) -> Any:
         ("cifs", 0.6, True, "pread", "cifs"),
         ("9p", 1.0, False, "pread", "9p"),
         ("virtiofs", 1.0, False, "pread", "virtiofs"),
-        ("nfs", 0.0, False, "direct", "around"),
+        ("nfs", 0.0, False, "direct", "of the file is in the page cache"),
     ],
 )
 def test_auto(

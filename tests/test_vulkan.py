@@ -221,7 +221,7 @@ def loaded_libraries():
 
 
 def test_wrong_device_names_list_what_there_is(api):
-    with pytest.raises(NoDeviceError, match="'voodoo'; there is 0: "):
+    with pytest.raises(NoDeviceError, match="'voodoo'; there is #0 "):
         VulkanBackend("voodoo", api=api)
     with pytest.raises(NoDeviceError, match="99"):
         VulkanBackend(99, api=api)
