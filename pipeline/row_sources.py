@@ -14,7 +14,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ from ggufstream.layouts import Bytes
 from ggufstream.options import RowStrategy
 from ggufstream.pages import MADV_DONTNEED, MADV_POPULATE_READ, PAGE, advise, evict, filesystem_type, page_span
 from ggufstream.read import NETWORK
+from ggufstream.row_aio import AsyncReads
 from ggufstream.row_cache import Ids
 from ggufstream.row_reads import MADV_RANDOM, MADV_WILLNEED, Readers, Runs, advise_runs, gather, merge
 
@@ -35,6 +36,11 @@ __all__ = ["BATCH_BYTES", "FileRows", "RowSource", "Table", "open_rows"]
 
 BATCH_BYTES = 16 << 20
 """File bytes, in whole pages, that one fetch may touch: bounds scratch memory, and what is resident meanwhile."""
+
+_FEW_STRETCHES = 16
+
+_MANY = 96
+"""Reads from which the kernel's queue is worth what it costs to set up and end (some 30 ms, once)."""
 
 _RWF_DONTCACHE = 0x80
 """Since Linux 6.14: what this read brings into the page cache goes when it is done. Not in Python's ``os`` yet."""
@@ -98,6 +104,10 @@ class Table:
         self.descriptor = descriptor
         self.readers = readers
         self.kept = kept
+        self._stretches = None if kept is None else _stretches(kept, tensor.offset // PAGE)
+        self._evicting = threading.Lock()
+        self._busy = 0
+        self._brought = 0
 
     def merge(self, ids: Ids) -> Runs:
         return merge(ids, offset=self.tensor.offset, row_bytes=self.tensor.row_bytes)
@@ -139,17 +149,49 @@ class Table:
             remedy="Load it again from a whole file",
         )
 
-    def evict(self, descriptor: int, runs: Runs) -> None:
-        """Evict what these runs, in whole pages, brought into the page cache."""
+    @contextmanager
+    def evicting(self, descriptor: int, runs: Runs) -> Iterator[None]:
+        """Evict what these runs, in whole pages, bring into the page cache within this block.
+
+        A call for each run costs far more than one for all of the table, so that is what is done where few pages
+        stay; it waits until no other batch is between asking for its pages and having them, but not for ever.
+        """
         if self.kept is None:
+            yield
             return
+        with self._evicting:
+            self._busy += 1
+        try:
+            yield
+        finally:
+            with self._evicting:
+                self._busy -= 1
+                self._brought += int(runs.nbytes.sum())
+                due = self._busy == 0 or self._brought > 2 * BATCH_BYTES
+                if due:
+                    self._brought = 0
+            if self._stretches is None:
+                self._evict_runs(descriptor, self.kept, runs)
+            elif due:
+                for first, last in self._stretches:
+                    evict(descriptor, first, last)
+
+    def _evict_runs(self, descriptor: int, kept: npt.NDArray[np.bool_], runs: Runs) -> None:
         origin = self.tensor.offset // PAGE
         firsts, lasts = runs.first // PAGE, runs.last // PAGE
-        # Of runs with pages that stay, the others stay too, until a run without comes by: rows are small.
-        before = np.concatenate([[0], np.cumsum(self.kept)])
+        # A run with pages that stay leaves all of them: of few rows some pages stay, and others not.
+        before = np.concatenate([[0], np.cumsum(kept)])
         free = before[lasts - origin] == before[firsts - origin]
         for first, last in zip(firsts[free].tolist(), lasts[free].tolist(), strict=True):
             evict(descriptor, first, last)
+
+
+def _stretches(kept: npt.NDArray[np.bool_], origin: int) -> list[tuple[int, int]] | None:
+    """The pages between those that stay, each stretch as first and one past the last; ``None`` if they are many."""
+    edges = np.flatnonzero(np.diff(~kept, prepend=False, append=False))
+    if edges.size > 2 * _FEW_STRETCHES:
+        return None
+    return [(origin + first, origin + last) for first, last in edges.reshape(-1, 2).tolist()]
 
 
 class FileRows(RowSource):
@@ -201,9 +243,11 @@ class PreadRows(FileRows):
                 if count < nbytes:
                     self.read_rest(memory[place : place + nbytes], offset, count)
 
-        self.table.readers.share(work, runs.pieces(places))
-        if not self._flags:
-            self.table.evict(descriptor, runs.paged())
+        if self._flags:
+            self.table.readers.share(work, runs.pieces(places))
+        if not self._flags:  # or not any more: reading again then finds most of it in the cache
+            with self.table.evicting(descriptor, runs.paged()):
+                self.table.readers.share(work, runs.pieces(places))
 
     def read_rest(self, memory: Bytes, offset: int, count: int) -> None:
         """Fill ``memory``, of which ``count`` bytes are there; ``offset`` is that of its first byte in the file."""
@@ -220,7 +264,7 @@ class PreadRows(FileRows):
 
 
 class DirectRows(PreadRows):
-    """``direct``: several threads read whole pages around the page cache.
+    """``direct``: whole pages around the page cache; few by several threads, many all at once by the kernel.
 
     Where the file system refuses, at open or at the first read, it goes on as ``pread`` and says so in ``reason``.
     """
@@ -231,6 +275,7 @@ class DirectRows(PreadRows):
         super().__init__(table, reason)
         self._direct = -1
         self._scratch: list[Bytes] = []
+        self._kernel = AsyncReads()
         try:
             self._direct = table.reopen(os.O_DIRECT)
         except OSError as error:
@@ -253,6 +298,12 @@ class DirectRows(PreadRows):
 
     def _read_pages(self, runs: Runs, places: Ids, memory: Bytes) -> None:
         view, descriptor, size = memory.data, self._direct, self.table.tensor.offset + self.table.tensor.nbytes
+        pieces = runs.pieces(places)
+        if len(pieces) >= _MANY:
+            results = self._kernel.read(descriptor, memory, runs.first, runs.nbytes, places)
+            pieces = [pieces[i] for i in np.flatnonzero(results != runs.nbytes).tolist()]
+            if not pieces:
+                return
 
         def work(pieces: Iterator[tuple[int, int, int]]) -> None:
             for offset, nbytes, place in pieces:
@@ -268,7 +319,7 @@ class DirectRows(PreadRows):
                 if count < needed:
                     self.read_rest(memory[place : place + needed], offset, count)
 
-        self.table.readers.share(work, runs.pieces(places))
+        self.table.readers.share(work, pieces)
 
     def _take(self, nbytes: int) -> Bytes:
         """Page-aligned memory, used before where there is some: new pages are dear."""
@@ -288,6 +339,7 @@ class DirectRows(PreadRows):
         if self._direct >= 0:
             os.close(self._direct)
             self._direct = -1
+        self._kernel.close()
         self._scratch.clear()
         super().close()
 
@@ -331,14 +383,14 @@ class MappedRows(FileRows):
         assert self._bytes is not None, "used after close()"
         runs = self.table.merge(ids).paged()
         shifted = runs._replace(first=runs.first - self._origin, last=runs.last - self._origin)
-        try:
-            with suppress(OSError):  # an advice; what it could not do, populating does
-                advise_runs(self._bytes, shifted, MADV_WILLNEED)
-            self._populate(shifted, runs)
-            result = gather(self._bytes, runs.begin - self._origin, self.table.tensor.row_bytes)
-        finally:
-            advise_runs(self._bytes, shifted, MADV_DONTNEED)
-            self.table.evict(self._descriptor, runs)
+        with self.table.evicting(self._descriptor, runs):
+            try:
+                with suppress(OSError):  # an advice; what it could not do, populating does
+                    advise_runs(self._bytes, shifted, MADV_WILLNEED)
+                self._populate(shifted, runs)
+                result = gather(self._bytes, runs.begin - self._origin, self.table.tensor.row_bytes)
+            finally:
+                advise_runs(self._bytes, shifted, MADV_DONTNEED)
         self.table.check_unchanged(self._descriptor)
         self._count(runs.first.size, int(runs.nbytes.sum()))
         return result

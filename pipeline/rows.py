@@ -200,8 +200,9 @@ class Request:
 
     def put(self, first: int, values: npt.NDArray[np.float32]) -> None:
         """Write distinct rows ``first`` and on wherever they were asked for."""
-        places = slice(self._starts[first], self._starts[first + len(values)])
-        self._values[self._order[places]] = values[self._which[places] - first]
+        span = slice(self._starts[first], self._starts[first + len(values)])
+        places = self._order[span]
+        self._values[places] = values if places.size == len(values) else values[self._which[span] - first]
 
     @property
     def result(self) -> npt.NDArray[np.float32]:
