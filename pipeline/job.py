@@ -41,7 +41,7 @@ from ggufstream.gguf_file import FileIndex, checked_path, read_index
 from ggufstream.model import Model
 from ggufstream.options import LoadChanges, LoadOptions, Placement
 from ggufstream.pages import Residency, rss_bytes
-from ggufstream.plan import ArenaPlan, LoadPlan, check_fits, make_plan
+from ggufstream.plan import ArenaPlan, LoadPlan, check_fits, check_tables, make_plan
 from ggufstream.read import MappedSource, Source, choose_io, open_source
 from ggufstream.release import Releaser
 from ggufstream.report import ArenaReport, FallbackReport, LoadReport, PlacementReport
@@ -203,10 +203,54 @@ class LoadJob:
         cached_after = await in_thread(partial(_cached_bytes, sources))
         await in_thread(self._transient.close)
         rss_after = await in_thread(rss_bytes)
+        rss = {"before": rss_before, "peak": max(stream.rss_peak, rss_before, rss_after), "after": rss_after}
         self._seconds["total"] = time.perf_counter() - started
+        report = await in_thread(
+            partial(
+                self._report,
+                index=index,
+                load_plan=load_plan,
+                sources=sources,
+                arenas=arenas,
+                stream=stream,
+                releaser=releaser,
+                budget=budget,
+                tables=tables,
+                rss=rss,
+                page_cache_bytes={"before": sum(seen.cached_bytes for seen in residency), "after": cached_after},
+                first_layer=None if stream.first_layer_at is None else stream.first_layer_at - started,
+            )
+        )
+        return Model(
+            index=index,
+            plan=load_plan,
+            report=report,
+            backends=backends,
+            arenas=arenas,
+            descriptors=descriptors,
+            tables=tables,
+            close=self._owned.pop_all().close,
+        )
+
+    def _report(
+        self,
+        *,
+        index: FileIndex,
+        load_plan: LoadPlan,
+        sources: Sequence[Source],
+        arenas: Mapping[str, Arena],
+        stream: Stream,
+        releaser: Releaser,
+        budget: ByteBudget,
+        tables: RowTables,
+        rss: dict[str, int],
+        page_cache_bytes: dict[str, int | None],
+        first_layer: float | None,
+    ) -> LoadReport:
+        """All figures in one record. For a file of many tensors this takes a while: it runs in a thread."""
         modes = [source.mode for source in sources]
         stream_seconds = self._seconds["stream"]
-        report = LoadReport(
+        return LoadReport(
             load_id=self._load_id,
             file=index.path,
             file_bytes=index.file_bytes,
@@ -222,16 +266,12 @@ class LoadJob:
             workers=stream.workers,
             seconds={name: round(seconds, 6) for name, seconds in self._seconds.items()},
             bytes_per_second=round(load_plan.stream_bytes / stream_seconds) if stream_seconds else 0.0,
-            first_layer_seconds=None if stream.first_layer_at is None else round(stream.first_layer_at - started, 6),
+            first_layer_seconds=None if first_layer is None else round(first_layer, 6),
             staging_bytes=budget.total_bytes,
             staging_peak_bytes=budget.peak_bytes,
-            rss={
-                "before": rss_before,
-                "peak": max(stream.rss_peak, rss_before, rss_after),
-                "after": rss_after,
-            },
+            rss=rss,
             page_cache=releaser.page_cache,
-            page_cache_bytes={"before": sum(seen.cached_bytes for seen in residency), "after": cached_after},
+            page_cache_bytes=page_cache_bytes,
             released_bytes=releaser.released_bytes,
             event_loop_lag_ms=stream.probe.milliseconds(),
             arenas=tuple(
@@ -249,16 +289,6 @@ class LoadJob:
             fallbacks=tuple(FallbackReport(tensor=tensor, reason=reason) for tensor, reason in load_plan.fallbacks),
             warnings=index.warnings + load_plan.warnings,
             rows=tables.report(),
-        )
-        return Model(
-            index=index,
-            plan=load_plan,
-            report=report,
-            backends=backends,
-            arenas=arenas,
-            descriptors=descriptors,
-            tables=tables,
-            close=self._owned.pop_all().close,
         )
 
     async def _timed(self, name: str, work: Awaitable[_T]) -> _T:
@@ -286,6 +316,7 @@ class LoadJob:
     def _plan(self, index: FileIndex, backends: Sequence[Backend]) -> LoadPlan:
         load_plan = make_plan(index, backends=backends, options=self._options)
         check_fits(load_plan)
+        check_tables(load_plan, self._options)
         return load_plan
 
     def _open_sources(self, index: FileIndex, load_plan: LoadPlan) -> list[Source]:

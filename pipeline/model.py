@@ -176,7 +176,6 @@ class Weight:
     def __init__(self, storage: _Storage, entry: PlanEntry) -> None:
         self._storage = storage
         self._entry = entry
-        self._slices = storage.slices(entry)
 
     @property
     def name(self) -> str:
@@ -222,7 +221,7 @@ class Weight:
             ClosedError: The model is closed.
         """
         self._storage.check_open()
-        return self._slices
+        return self._storage.slices(self._entry)
 
     async def read(self) -> bytes:
         """All bytes, as they are in the file.
@@ -268,7 +267,7 @@ class Weight:
         if self.placement is Placement.ROWS:
             self._storage.read_file(self._entry, first * size, result)
             return
-        for part, place in zip(self._entry.slices, self._slices, strict=True):
+        for part, place in zip(self._entry.slices, self._storage.slices(self._entry), strict=True):
             begin, end = max(first, part.first_block), min(first + count, part.first_block + part.extent.blocks)
             if begin < end:
                 window = result[(begin - first) * size : (end - first) * size]
@@ -346,7 +345,8 @@ class Model(Mapping[str, Weight]):
             tables=tables,
             close=close,
         )
-        self._weights = {entry.tensor.name: Weight(self._storage, entry) for entry in plan.entries}
+        self._entries = {entry.tensor.name: entry for entry in plan.entries}
+        self._weights: dict[str, Weight] = {}
 
     def __getitem__(self, name: str) -> Weight:
         """The weight of that name.
@@ -354,17 +354,19 @@ class Model(Mapping[str, Weight]):
         Raises:
             UnknownTensorError: There is none; the message names the closest.
         """
-        try:
-            return self._weights[name]
-        except KeyError:
-            self.index.tensor(name)  # raises, with the closest names
-            raise OptionError(f"{name} was left out by select", remedy="Load it with a wider select") from None
+        weight = self._weights.get(name)
+        if weight is None:
+            if name not in self._entries:
+                self.index.tensor(name)  # raises, with the closest names
+                raise OptionError(f"{name} was left out by select", remedy="Load it with a wider select")
+            weight = self._weights[name] = Weight(self._storage, self._entries[name])
+        return weight
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
+        return iter(self._entries)
 
     def __len__(self) -> int:
-        return len(self._weights)
+        return len(self._entries)
 
     @property
     def metadata(self) -> Mapping[str, object]:
