@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ggufstream.backends.base import Backend, Capabilities
-from ggufstream.errors import OptionError, OutOfDeviceMemoryError, UnsupportedByDeviceError
+from ggufstream.backends.decode import DECODABLE
+from ggufstream.errors import OptionError, OutOfDeviceMemoryError, UnsupportedByDeviceError, UnsupportedFileError
 from ggufstream.gguf_file import FileIndex
 from ggufstream.gguf_layout import TensorInfo
 from ggufstream.layouts import Extent, Layout
@@ -24,7 +25,18 @@ from ggufstream.placements import Decider, Decision, Overrides, cut_rows, slice_
 from ggufstream.ranges import Range, SliceSource, cut
 from ggufstream.roles import Role, roles
 
-__all__ = ["DEVICE", "HOST", "ArenaPlan", "LoadPlan", "PlanEntry", "SlicePlan", "Span", "check_fits", "make_plan"]
+__all__ = [
+    "DEVICE",
+    "HOST",
+    "ArenaPlan",
+    "LoadPlan",
+    "PlanEntry",
+    "SlicePlan",
+    "Span",
+    "check_fits",
+    "check_tables",
+    "make_plan",
+]
 
 DEVICE = "device"
 """Name of the device's arena; with several devices a colon and the number follow."""
@@ -283,6 +295,29 @@ def check_fits(load_plan: LoadPlan) -> None:
             available=available,
             remedy="Free device memory, choose another device or backend, or load a part with select",
         )
+
+
+def check_tables(load_plan: LoadPlan, options: LoadOptions) -> None:
+    """See that the rows of every lookup table can be decoded: now, not when the first is asked for.
+
+    A table that an override loads all the same is left alone: its bytes are there, its rows are not.
+
+    Raises:
+        UnsupportedFileError: There is no decoder for the type of a table that is wanted for nothing else.
+    """
+    overrides = Overrides(options.overrides, devices=len(load_plan.devices))
+    for entry in load_plan.entries:
+        tensor = entry.tensor
+        if entry.intent != Intent.LOOKUP or tensor.type.name in DECODABLE or tensor.nbytes == 0:
+            continue
+        if entry.placement is Placement.ROWS or overrides.find(tensor.name) is None:
+            raise UnsupportedFileError(
+                f"{tensor.name} is a lookup table of type {tensor.type.name}, for which there is no decoder",
+                file=load_plan.path,
+                tensor=tensor.name,
+                remedy="Convert it to a type such as Q8_0 or Q4_K, or load its bytes alone: lazy=off and an override to "
+                "HOST, or another intent",
+            )
 
 
 def _check_alias(devices: Sequence[Capabilities], options: LoadOptions) -> None:
