@@ -3,6 +3,7 @@
     python -m bench.inventory                                    what there is
     python -m bench.inventory NAME                               one tensor a line
     python -m bench.inventory NAME --scale 1/16 -o x.gguf        a valid file with random blocks
+    python -m bench.inventory NAME --empty -o x.gguf             the same without data: ggufstream plan x.gguf
     python -m bench.inventory --plans                            what each would do on each simulated device
     python -m bench.inventory --plans --update                   the same, into inventories/README.md
 
@@ -104,12 +105,18 @@ class Inventory:
             warnings=(),
         )
 
-    def write(self, path: Path, *, seed: int = 0) -> None:
-        """Write a valid file with random blocks whose scales are small finite numbers. A few MiB of memory."""
+    def write(self, path: Path, *, seed: int = 0, empty: bool = False) -> None:
+        """Write a valid file with random blocks whose scales are small finite numbers. A few MiB of memory.
+
+        With ``empty`` the data is a hole in the file: for planning at full size, on next to no disk space.
+        """
         rng = np.random.default_rng(seed)
         header, _ = _header(self)
         with path.open("wb") as file:
             file.write(header)
+            if empty:
+                file.truncate(len(header) + sum(t.nbytes + -t.nbytes % _ALIGNMENT for t in self.tensors))
+                return
             for tensor in self.tensors:
                 pool = _pool(tensor.type)
                 left = tensor.nbytes
@@ -256,6 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--scale", type=Fraction, default=Fraction(1), help="share of the rows, such as 1/16")
     parser.add_argument("--layers", type=int, help="keep the first layers only")
     parser.add_argument("-o", "--output", type=Path, help="write a GGUF file")
+    parser.add_argument("--empty", action="store_true", help="with -o: a hole in place of data, for planning only")
     parser.add_argument("--plans", action="store_true", help="print the table of plans")
     parser.add_argument("--update", action="store_true", help="with --plans: replace the table in the README")
     options = parser.parse_args(arguments)
@@ -279,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for tensor in inventory.tensors:
                 print(tensor.name, tensor.type.name, *tensor.dims)
         else:
-            inventory.write(options.output)
+            inventory.write(options.output, empty=options.empty)
             print(f"{options.output}: {options.output.stat().st_size / 1e9:.3f} GB", file=sys.stderr)
 
 
