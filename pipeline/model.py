@@ -28,6 +28,7 @@ from ggufstream.options import Intent, Placement
 from ggufstream.plan import LoadPlan, PlanEntry
 from ggufstream.report import LoadReport
 from ggufstream.row_tables import RowTables, slices_of
+from ggufstream.rows import Request
 from ggufstream.threads import in_thread, uninterrupted
 
 __all__ = ["Model", "Weight"]
@@ -423,7 +424,7 @@ class Model(Mapping[str, Weight]):
             DeviceError: The device cannot give them back.
             ClosedError: The model is closed.
         """
-        return await self._request(name, ids, prefetch=False)
+        return (await self._request(name, ids, prefetch=False)).result
 
     async def prefetch(self, name: str, ids: npt.ArrayLike) -> None:
         """Bring rows that are wanted next into the row cache, at most as many as it holds, the lowest ids first.
@@ -433,9 +434,14 @@ class Model(Mapping[str, Weight]):
         """
         await self._request(name, ids, prefetch=True)
 
-    async def _request(self, name: str, ids: npt.ArrayLike, *, prefetch: bool) -> npt.NDArray[np.float32]:
+    async def _request(self, name: str, ids: npt.ArrayLike, *, prefetch: bool) -> Request:
         weight = self[name]
         table = self._storage.tables.tables.get(name)
+        if table is None and Intent.LOOKUP in weight.intent:
+            raise OptionError(
+                f"rows of {name} cannot be decoded: there is no decoder for type {weight.type.name}",
+                remedy="Use Weight.read() for its bytes",
+            )
         if table is None:
             raise OptionError(
                 f"{name} is no lookup table, but wanted as {weight.intent}",
@@ -445,7 +451,7 @@ class Model(Mapping[str, Weight]):
             request = await in_thread(partial(table.request, ids, prefetch=prefetch))
             for start in request.batches:  # a hop each, so that cancelling need not wait for all
                 await in_thread(partial(request.run, start))
-            return request.result
+        return request
 
     def statistics(self) -> dict[str, Any]:
         """Bytes of each arena, calls that are running, and the counters of the backends and of each lookup table."""

@@ -104,7 +104,10 @@ class Table:
         self.descriptor = descriptor
         self.readers = readers
         self.kept = kept
-        self._stretches = None if kept is None else _stretches(kept, tensor.offset // PAGE)
+        stretches = [] if kept is None else _stretches(kept, tensor.offset // PAGE)
+        for first, last in stretches:  # what reading the header and the neighbours has brought in
+            evict(descriptor, first, last)
+        self._stretches = stretches if len(stretches) <= _FEW_STRETCHES else None
         self._evicting = threading.Lock()
         self._busy = 0
         self._brought = 0
@@ -186,11 +189,9 @@ class Table:
             evict(descriptor, first, last)
 
 
-def _stretches(kept: npt.NDArray[np.bool_], origin: int) -> list[tuple[int, int]] | None:
-    """The pages between those that stay, each stretch as first and one past the last; ``None`` if they are many."""
+def _stretches(kept: npt.NDArray[np.bool_], origin: int) -> list[tuple[int, int]]:
+    """The pages between those that stay, each stretch as first and one past the last."""
     edges = np.flatnonzero(np.diff(~kept, prepend=False, append=False))
-    if edges.size > 2 * _FEW_STRETCHES:
-        return None
     return [(origin + first, origin + last) for first, last in edges.reshape(-1, 2).tolist()]
 
 
@@ -252,7 +253,11 @@ class PreadRows(FileRows):
     def read_rest(self, memory: Bytes, offset: int, count: int) -> None:
         """Fill ``memory``, of which ``count`` bytes are there; ``offset`` is that of its first byte in the file."""
         table = self.table
-        read_exactly(self._descriptor, memory[count:], offset + count, file=table.shard.path, tensor=table.tensor.name)
+        path, name = table.shard.path, table.tensor.name
+        try:
+            read_exactly(self._descriptor, memory[count:], offset + count, file=path, tensor=name)
+        except TruncatedFileError:
+            raise table.truncated(self._descriptor, offset + memory.size) from None
 
     def _failed(self, error: OSError, offset: int) -> UnreadableFileError:
         return read_error(error, file=self.table.shard.path, tensor=self.table.tensor.name, offset=offset)

@@ -15,7 +15,7 @@ from ggufstream.backends.base import Backend, Slice
 from ggufstream.backends.decode import DECODABLE
 from ggufstream.gguf_file import Shard
 from ggufstream.options import Intent, PageCacheMode, Placement, RowStrategy
-from ggufstream.pages import Residency, evict, page_span
+from ggufstream.pages import Residency, page_span
 from ggufstream.plan import LoadPlan, PlanEntry
 from ggufstream.report import RowsReport
 from ggufstream.row_reads import READERS, Readers
@@ -156,7 +156,6 @@ class RowTables:
             case "keep":
                 return None
             case "drop":
-                evict(self._descriptors[tensor.shard], first, last)
                 return np.broadcast_to(np.False_, last - first)
             case _:
                 return self._residency[tensor.shard].pages[first:last].copy()

@@ -30,7 +30,7 @@ _PIECE_BYTES = 256 << 10
 """File bytes that one thread decodes at a time: the numbers made of them stay in the processor's cache."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Fetch:
     """Rows that are being fetched now; ``blocks`` stays ``None`` if that fails."""
 
@@ -218,8 +218,9 @@ def _checked(tensor: TensorInfo, ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
         raise OptionError(f"the ids of rows of {tensor.name} are no array ({error})") from None
     if array.size == 0:
         return array.astype(np.int64)
-    if array.dtype == object:  # whole numbers beyond 64 bits become this
-        outside = next((i for i in array.flat if isinstance(i, int) and not 0 <= i < tensor.rows), None)
+    if array.dtype.kind in "Of" and not hasattr(ids, "dtype"):  # numpy makes this of whole numbers beyond 64 bits
+        numbers = np.asarray(ids, object).flat
+        outside = next((i for i in numbers if isinstance(i, int) and not 0 <= i < tensor.rows), None)
         if outside is not None:
             raise _no_such_row(tensor, outside)
     if array.dtype.kind not in "iu":

@@ -1,0 +1,958 @@
+"""Rows of lookup tables: from the file in every way, from every kind of memory, through the cache, and in trouble."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ggufstream
+from ggufstream import row_sources
+from ggufstream.backends.cpu import CpuBackend
+from ggufstream.backends.decode import DECODABLE, decode
+from ggufstream.backends.registry import open_backend
+from ggufstream.backends.simulated import PROFILES, SimulatedBackend
+from ggufstream.errors import (
+    ClosedError,
+    FileChangedError,
+    OptionError,
+    RowIndexError,
+    UnknownTensorError,
+    UnreadableFileError,
+    UnsupportedFileError,
+)
+from ggufstream.ggml_types import BY_NAME, GGMLType
+from ggufstream.gguf_layout import TensorInfo
+from ggufstream.layouts import F32, X8, Layout, Planar, Raw
+from ggufstream.options import Intent
+from ggufstream.pages import PAGE, Residency, page_span
+from ggufstream.row_aio import AsyncReads
+from ggufstream.row_cache import Ids, RowCache
+from ggufstream.row_reads import Readers, merge
+from ggufstream.row_slices import SliceRows
+from ggufstream.row_sources import RowSource, Table, open_rows
+from ggufstream.rows import RowTable
+from tests.gguf_builder import Tensor, build, u32
+from tests.small_models import TensorSpec, write_model
+from tests.weights import finite_blocks, placed
+
+STRATEGIES = ("mapped", "pread", "direct")
+TABLE = "per_layer_token_embd.weight"
+TIED = "token_embd.weight"
+NEWER = {"Q1_0", "Q2_0", "Q2_0_G128"}  # than the tables of the gguf package
+ROWS = 700
+
+
+def specs(type_name: str, rows: int = ROWS, blocks: int = 3) -> list[TensorSpec]:
+    """A tied table and one that is only looked up, with weights before, between and after them."""
+    row = blocks * BY_NAME[type_name].block_elements
+    return [
+        ("blk.0.attn_q.weight", "Q8_0", (64, 33)),
+        (TABLE, type_name, (row, rows)),
+        ("blk.0.ffn_up.weight", "Q4_0", (64, 40)),
+        (TIED, type_name, (row, rows)),
+        ("output_norm.weight", "F32", (64,)),
+    ]
+
+
+def model_file(folder: Path, type_name: str = "Q8_0", rows: int = ROWS, blocks: int = 3) -> Path:
+    return write_model(folder / "model.gguf", specs(type_name, rows, blocks))
+
+
+def aligned_file(folder: Path, wanted: Sequence[TensorSpec], alignment: int = 4096) -> Path:
+    """Tensors begin at pages, so that a device can map them."""
+    tensors, offset = [], 0
+    for name, type_name, dims in wanted:
+        ggml_type = BY_NAME[type_name]
+        blocks = int(np.prod(dims)) // ggml_type.block_elements
+        data = finite_blocks(ggml_type, blocks, seed=offset).tobytes()
+        tensors.append(Tensor(name=name, dims=dims, type_id=ggml_type.id, offset=offset, data=data))
+        offset += len(data) + -len(data) % alignment
+    path = folder / "model.gguf"
+    path.write_bytes(build(tensors, [u32("general.alignment", alignment)], alignment=alignment))
+    return path
+
+
+def file_rows(path: Path, name: str) -> tuple[TensorInfo, npt.NDArray[np.uint8]]:
+    """The bytes of a table by row, in one plain read."""
+    tensor = asyncio.run(ggufstream.read_index(path)).tensor(name)
+    data = np.frombuffer(path.read_bytes(), np.uint8)[tensor.offset : tensor.offset + tensor.nbytes]
+    return tensor, data.reshape(tensor.rows, tensor.row_bytes)
+
+
+def reference(ggml_type: GGMLType, blocks: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    if ggml_type.name in NEWER:
+        return decode(ggml_type, blocks.reshape(-1)).reshape(len(blocks), -1)
+    return gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[ggml_type.name]).astype(np.float32)
+
+
+def assert_rows(got: npt.NDArray[np.float32], path: Path, name: str, ids: npt.ArrayLike) -> None:
+    tensor, data = file_rows(path, name)
+    wanted = np.asarray(ids)
+    assert got.dtype == np.float32
+    assert got.shape == (*wanted.shape, tensor.row_elements)
+    want = reference(tensor.type, data[wanted.reshape(-1)])
+    assert np.array_equal(got.reshape(want.shape).view(np.uint32), want.view(np.uint32))
+
+
+def some_ids(rows: int = ROWS, n: int = 200, seed: int = 0) -> npt.NDArray[np.int64]:
+    """Repeated, unsorted, with both ends and a dense stretch."""
+    rng = np.random.default_rng(seed)
+    ids = np.concatenate([rng.integers(0, rows, n), [rows - 1, 0, 0, rows - 1], np.arange(50, 90)])
+    return rng.permutation(ids)
+
+
+@contextmanager
+def table_of(path: Path, strategy: str, *, cache_bytes: int = 0, keeps: bool | None = None) -> Iterator[RowTable]:
+    """A table of the file without a model around it. ``keeps``: the page cache keeps all (``None``), or some pages."""
+    index = asyncio.run(ggufstream.read_index(path))
+    tensor = index.tensor(TABLE)
+    descriptor = os.open(path, os.O_RDONLY)
+    readers = Readers(4)
+    first, last = page_span(tensor.offset, tensor.nbytes)
+    kept = None if keeps is None else np.full(last - first, keeps)
+    try:
+        files = Table(tensor, index.shards[tensor.shard], descriptor, readers=readers, kept=kept)
+        source = open_rows(files, strategy)  # type: ignore[arg-type]
+        table = RowTable(tensor, source, readers=readers, cache_bytes=cache_bytes, decoders=2)
+        yield table
+        table.close()
+    finally:
+        readers.close()
+        os.close(descriptor)
+
+
+def ask(table: RowTable, ids: npt.ArrayLike, *, prefetch: bool = False) -> npt.NDArray[np.float32]:
+    request = table.request(ids, prefetch=prefetch)
+    for start in request.batches:
+        request.run(start)
+    return np.empty((0,), np.float32) if prefetch else request.result
+
+
+# Equal to the reference, whatever the type, the way and the place.
+
+
+@pytest.mark.parametrize("type_name", sorted(DECODABLE))
+def test_every_type_in_every_way_out_of_the_file(tmp_path: Path, type_name: str) -> None:
+    path = model_file(tmp_path, type_name)
+    for strategy in STRATEGIES:
+        with table_of(path, strategy) as table:
+            assert table.source.strategy == strategy
+            assert_rows(ask(table, some_ids()), path, TABLE, some_ids())
+
+
+@pytest.mark.parametrize("type_name", sorted(DECODABLE))
+@pytest.mark.parametrize("layout", [Raw(), Planar(), X8(), F32()], ids=repr)
+@pytest.mark.parametrize("profile", ["cpu", "discrete-24g"])
+def test_every_type_and_layout_in_memory(type_name: str, layout: Layout, profile: str) -> None:
+    ggml_type = BY_NAME[type_name]
+    if not layout.accepts(ggml_type):
+        pytest.skip("the layout does not take this type")
+    rows, row_blocks = 83, 3
+    blocks = finite_blocks(ggml_type, rows * row_blocks, seed=1)
+    tensor = TensorInfo(
+        name=TIED,
+        type=ggml_type,
+        dims=(row_blocks * ggml_type.block_elements, rows),
+        shard=0,
+        offset=0,
+        nbytes=blocks.size,
+    )
+    backend = CpuBackend() if profile == "cpu" else SimulatedBackend(profile)
+    with ExitStack() as stack:
+        stack.enter_context(backend)
+        slices = placed(
+            stack, backend, blocks, ggml_type, row_blocks=row_blocks, layout=layout, cuts=(16, 17, 60), lead=100
+        )
+        source = SliceRows(
+            tensor, slices, visible=profile == "cpu", read=backend.read, mapped=None, reason="for this test"
+        )
+        ids = np.unique(np.concatenate([[0, 15, 16, 17, 59, 60, rows - 1], some_ids(rows, 30)[:40] % rows]))
+        for wanted in (ids, np.arange(rows), np.array([rows - 1]), np.array([16])):
+            assert np.array_equal(source.fetch(wanted), blocks.reshape(rows, -1)[wanted])
+
+
+@pytest.mark.parametrize("profile", ["cpu", "cpu_scalar", *(f"simulated:{name}" for name in sorted(PROFILES))])
+@pytest.mark.parametrize("lazy", ["on", "off"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.asyncio
+async def test_every_backend(tmp_path: Path, profile: str, lazy: Any, tied: bool) -> None:
+    wanted = specs("Q5_K") if tied else [*specs("Q5_K"), ("output.weight", "Q8_0", (64, 20))]
+    path = aligned_file(tmp_path, wanted)
+    async with await ggufstream.load(path, backend=profile, lazy=lazy) as model:
+        ids = some_ids()
+        tables = {row.tensor: row.strategy for row in model.report.rows}
+        assert set(tables) == {TABLE, TIED}
+        for name in tables:
+            got = await model.rows(name, ids)
+            await asyncio.to_thread(assert_rows, got, path, name, ids)
+        if tied:
+            assert tables[TIED] in {"memory", "device-read"}
+            assert len(model[TIED].slices) >= 1
+        if lazy == "on":
+            assert tables[TABLE] in STRATEGIES
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.asyncio
+async def test_on_vulkan(tmp_path: Path, direct: bool) -> None:
+    path = model_file(tmp_path, "Q6_K")
+    with open_backend("vulkan", device="llvmpipe", direct=direct) as backend:
+        async with await ggufstream.load(path, backend=backend, lazy="on") as model:
+            assert model[TIED].layout.name == "planar"
+            for name in (TABLE, TIED):
+                got = await model.rows(name, some_ids())
+                await asyncio.to_thread(assert_rows, got, path, name, some_ids())
+
+
+@pytest.mark.asyncio
+async def test_device_read(tmp_path: Path) -> None:
+    path = aligned_file(tmp_path, specs("Q8_0"), 16384)
+    async with await ggufstream.load(path, backend="simulated:metal-alias", lazy="off") as model:
+        reports = {row.tensor: row for row in model.report.rows}
+        assert reports[TIED].strategy == "device-read"
+        assert "pages" in reports[TIED].reason
+        await asyncio.to_thread(assert_rows, await model.rows(TIED, some_ids()), path, TIED, some_ids())
+
+
+@pytest.mark.asyncio
+async def test_real_table(gemma_path: Path) -> None:
+    ids = np.random.default_rng(3).integers(0, 262_144, (3, 400))
+    for options in ({}, {"lazy": "on", "intents": {TIED: Intent.LOOKUP}}):
+        async with await ggufstream.load(gemma_path, backend="cpu", **options) as model:  # type: ignore[arg-type]
+            got = await model.rows(TIED, ids)
+            raw = await model[TIED].read()
+            assert (model.report.rows[0].strategy == "memory") == (not options)
+        blocks = np.frombuffer(raw, np.uint8).reshape(262_144, -1)[ids.reshape(-1)]
+        want = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0).reshape(3, 400, -1)
+        assert np.array_equal(got.view(np.uint32), want.view(np.uint32))
+
+
+# Any ids.
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """5,000 rows of 714 bytes: most pages hold several, many rows lie in two."""
+    path = model_file(tmp_path_factory.mktemp("rows"), "Q8_0", 5000, 21)
+    make_cold(path)
+    return path
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_ids_give_their_rows(wide: Path, data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(0, 7), max_size=3))
+    count = int(np.prod(shape))
+    ids = np.array(data.draw(st.lists(st.integers(0, 4999), min_size=count, max_size=count)), np.int64).reshape(shape)
+    cache_bytes = data.draw(st.sampled_from([0, 800, 20_000, 1 << 24]))
+    with table_of(wide, data.draw(st.sampled_from(STRATEGIES)), cache_bytes=cache_bytes) as table:
+        for _ in range(2):
+            assert_rows(ask(table, ids), wide, TABLE, ids)
+
+
+@given(
+    ids=st.lists(st.integers(0, 2000), min_size=1, unique=True).map(sorted),
+    offset=st.integers(0, 9000),
+    row_bytes=st.integers(1, 9000),
+    limit=st.sampled_from([4096, 100_000]),
+)
+def test_runs_hold_all_rows_and_no_page_twice(ids: list[int], offset: int, row_bytes: int, limit: int) -> None:
+    runs = merge(np.array(ids), offset=offset, row_bytes=row_bytes, limit=limit)
+    for row, run, begin in zip(ids, runs.run_of_row, runs.begin, strict=True):
+        assert begin == offset + row * row_bytes
+        assert runs.first[run] <= begin
+        assert begin + row_bytes <= runs.last[run]
+    whole = merge(np.array(ids), offset=offset, row_bytes=row_bytes, limit=1 << 60).paged()
+    assert np.all(whole.first[1:] > whole.last[:-1]), "what touches is one run"
+    places, rows = runs.places()
+    assert places[0] == 0
+    assert np.all(rows >= places[runs.run_of_row])
+
+
+BAD_IDS: Sequence[tuple[Any, type[Exception], str]] = [
+    ([3, 5000], RowIndexError, "5,000"),
+    (-1, RowIndexError, "-1"),
+    ([[0, 2**63]], RowIndexError, f"{2**63:,}"),
+    (2**80, RowIndexError, f"{2**80:,}"),
+    (np.uint64(2**64 - 1), RowIndexError, f"{2**64 - 1:,}"),
+    ([0.5], OptionError, "float64"),
+    ([True], OptionError, "bool"),
+    (["a"], OptionError, "<U1"),
+    ([[1], [2, 3]], OptionError, "no array"),
+    ([None], OptionError, "object"),
+]
+
+
+@pytest.mark.parametrize(("ids", "error", "says"), BAD_IDS)
+def test_bad_ids(wide: Path, ids: Any, error: type[Exception], says: str) -> None:
+    with table_of(wide, "pread") as table, pytest.raises(error) as caught:
+        ask(table, ids)
+    assert says in str(caught.value)
+    assert TABLE in str(caught.value)
+    if error is RowIndexError:
+        assert isinstance(caught.value, IndexError)
+        assert (caught.value.exit_code, caught.value.rows) == (2, 5000)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("ids", [[], np.empty((0, 3), np.int32), (), np.empty((2, 0))])
+def test_no_ids(wide: Path, ids: Any) -> None:
+    with table_of(wide, "mapped") as table:
+        assert ask(table, ids).shape == (*np.shape(ids), 21 * 32)
+        assert table.statistics()["fetches"] == 0
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i2", "<u4", ">i8", "u8"])
+def test_any_whole_numbers(wide: Path, dtype: str) -> None:
+    ids = np.array([[1, 100], [7, 1]]).astype(dtype)
+    with table_of(wide, "pread") as table:
+        assert_rows(ask(table, ids), wide, TABLE, ids.astype(np.int64))
+
+
+@pytest.mark.asyncio
+async def test_what_is_no_table(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", [*specs("Q8_0"), ("position_embd.weight", "F32", (8, 0))])
+    async with await ggufstream.load(path, backend="cpu", lazy="on") as model:
+        with pytest.raises(OptionError, match=r"blk\.0\.attn_q\.weight is no lookup table"):
+            await model.rows("blk.0.attn_q.weight", [0])
+        with pytest.raises(UnknownTensorError):
+            await model.rows("per_layer_token_embd", [0])
+        with pytest.raises(RowIndexError, match="empty"):
+            await model.rows("position_embd.weight", [0])
+        assert (await model.rows("position_embd.weight", [])).shape == (0, 8)
+    with pytest.raises(ClosedError):
+        await model.rows(TABLE, [0])
+
+
+# Types without a decoder.
+
+
+@pytest.mark.parametrize("lazy", ["on", "off"])
+@pytest.mark.asyncio
+async def test_a_table_without_a_decoder_is_refused_before_anything_moves(tmp_path: Path, lazy: Any) -> None:
+    path = model_file(tmp_path, "IQ2_XXS")
+    options: dict[str, Any] = {"backend": "cpu", "select": "per_layer|output_norm"}
+    with pytest.raises(UnsupportedFileError, match="IQ2_XXS") as caught:
+        await ggufstream.load(path, lazy=lazy, **options)
+    assert caught.value.tensor == TABLE
+    async with await ggufstream.load(path, lazy="off", overrides=[("per_layer", "HOST")], **options) as model:
+        assert len(await model[TABLE].read()) == model[TABLE].nbytes
+        with pytest.raises(OptionError, match="IQ2_XXS"):
+            await model.rows(TABLE, [0])
+    async with await ggufstream.load(path, lazy=lazy, intents={TABLE: Intent.BINDABLE}, **options) as model:
+        assert model.report.rows == ()
+
+
+# The choice.
+
+
+def test_auto_measures_and_says_so(wide: Path) -> None:
+    with table_of(wide, "auto", keeps=False) as table:
+        assert table.source.strategy in STRATEGIES
+        assert all(name in table.source.reason for name in STRATEGIES)
+        assert table.source.fetches == 0, "what was measured is not counted"
+        assert_rows(ask(table, some_ids(5000)), wide, TABLE, some_ids(5000))
+
+
+def test_a_network_file_system_is_never_mapped(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_sources, "filesystem_type", lambda device: "nfs4")
+    monkeypatch.setattr(row_sources.mmap, "mmap", lambda *args, **kwargs: pytest.fail("mapped"))
+    with table_of(wide, "auto") as table:
+        assert table.source.strategy == "pread"
+        assert "nfs4" in table.source.reason
+
+
+def test_small_tables_are_not_measured(tmp_path: Path) -> None:
+    with table_of(model_file(tmp_path, rows=20), "auto") as table:
+        assert "too few" in table.source.reason
+
+
+@pytest.mark.asyncio
+async def test_the_report_says_how_and_why(wide: Path) -> None:
+    async with await ggufstream.load(wide, backend="cpu", lazy="on", row_strategy="direct") as model:
+        reports = model.report.to_dict()["rows"]
+        assert {"tensor": TABLE, "strategy": "direct", "reason": "asked for"} in [dict(report) for report in reports]
+        assert model.statistics()["rows"][TABLE]["strategy"] == "direct"
+
+
+@pytest.mark.parametrize("when", ["open", "read"])
+@pytest.mark.parametrize("count", [20, 300])
+def test_o_direct_that_is_refused_becomes_pread(
+    wide: Path, monkeypatch: pytest.MonkeyPatch, when: str, count: int
+) -> None:
+    real_open, real_preadv = os.open, os.preadv
+    direct: set[int] = set()
+
+    def fake_open(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & os.O_DIRECT:
+            if when == "open":
+                raise OSError(errno.EINVAL, "refused")
+            direct.add(descriptor := real_open(path, flags & ~os.O_DIRECT, *args, **kwargs))
+            return descriptor
+        return real_open(path, flags, *args, **kwargs)
+
+    def fake_preadv(descriptor: int, *args: Any) -> int:
+        if descriptor in direct:
+            raise OSError(errno.EINVAL, "refused")
+        return real_preadv(descriptor, *args)
+
+    monkeypatch.setattr(row_sources.os, "open", fake_open)
+    monkeypatch.setattr(row_sources.os, "preadv", fake_preadv)
+    monkeypatch.setattr(AsyncReads, "_set_up", lambda self: False)
+    ids = np.arange(0, 5000, 5000 // count)
+    with table_of(wide, "direct") as table:
+        for _ in range(2):
+            assert_rows(ask(table, ids), wide, TABLE, ids)
+        assert table.source.strategy == "pread"
+        assert f"refused O_DIRECT at {'open' if when == 'open' else 'the first read'}" in table.source.reason
+
+
+@pytest.mark.parametrize("refused", [206, 209, None])
+def test_without_the_kernels_queue(wide: Path, monkeypatch: pytest.MonkeyPatch, refused: int | None) -> None:
+    real = AsyncReads._call
+    calls: list[int] = []
+
+    def call(self: AsyncReads, which: int, *arguments: Any) -> int:
+        calls.append(which)
+        return -errno.EPERM if refused == {0: 206, 2: 209}.get(which, 0) else real(self, which, *arguments)
+
+    monkeypatch.setattr(AsyncReads, "_call", call)
+    ids = np.arange(0, 5000, 9)
+    with table_of(wide, "direct") as table:
+        assert_rows(ask(table, ids), wide, TABLE, ids)
+    assert calls.count(0) == 1
+    assert (1 in calls) == (refused != 206), "what was set up is given back"
+
+
+def test_advice_without_process_madvise(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "pidfd_open")
+    with table_of(wide, "mapped", keeps=False) as table:
+        assert_rows(ask(table, some_ids(5000)), wide, TABLE, some_ids(5000))
+
+
+def test_pread_without_dontcache(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.preadv
+
+    def preadv(descriptor: int, buffers: Any, offset: int, flags: int = 0) -> int:
+        if flags:
+            raise OSError(errno.EOPNOTSUPP, "no such flag")
+        return real(descriptor, buffers, offset)
+
+    monkeypatch.setattr(row_sources.os, "preadv", preadv)
+    with table_of(wide, "pread", keeps=False) as table:
+        assert_rows_of_table(table, some_ids(5000))
+        assert cached_pages(wide, table.tensor) == 0
+
+
+# The page cache.
+
+
+def make_cold(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)  # pages that are not on the disk yet cannot be dropped
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def residency(path: Path) -> npt.NDArray[np.bool_]:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return Residency(descriptor, path.stat().st_size).pages
+    finally:
+        os.close(descriptor)
+
+
+def cached_pages(path: Path, tensor: TensorInfo) -> int:
+    """Of a table, without those that it shares with its neighbours. (Reading the header would read ahead into it.)"""
+    first, last = page_span(tensor.offset, tensor.nbytes)
+    return int(np.count_nonzero(residency(path)[first + 1 : last - 1]))
+
+
+def assert_rows_of_table(table: RowTable, ids: npt.NDArray[np.int64]) -> None:
+    """By the bytes, without reading the file in any other way."""
+    values = ask(table, ids)
+    assert values.shape == (ids.size, table.tensor.row_elements)
+    assert np.array_equal(ask(table, ids[:3]), values[:3])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_nothing_stays_in_the_page_cache(wide: Path, strategy: str) -> None:
+    with table_of(wide, strategy, keeps=False) as table:
+        assert cached_pages(wide, table.tensor) == 0, "not what reading the header brought in either"
+        assert_rows_of_table(table, some_ids(5000, 1000))
+        assert cached_pages(wide, table.tensor) == 0
+
+
+@pytest.mark.parametrize("strategy", ["mapped", "pread"])
+def test_what_was_cached_stays(wide: Path, strategy: str) -> None:
+    for keeps in (True, None):
+        with table_of(wide, strategy, keeps=keeps) as table:
+            wide.read_bytes()
+            assert_rows_of_table(table, some_ids(5000, 1000))
+            first, last = page_span(table.tensor.offset, table.tensor.nbytes)
+            assert cached_pages(wide, table.tensor) == last - first - 2
+
+
+@pytest.mark.parametrize("strategy", ["mapped", "pread"])
+def test_keep_leaves_what_was_read_and_not_what_lies_around(wide: Path, strategy: str) -> None:
+    ids = np.arange(100, 5000, 500)
+    with table_of(wide, strategy) as table:
+        make_cold(wide)
+        assert_rows_of_table(table, ids)
+        assert 0 < cached_pages(wide, table.tensor) <= 2 * ids.size, "no read-ahead"
+
+
+@pytest.mark.parametrize("strategy", ["mapped", "pread"])
+def test_some_pages_stay_and_others_do_not(wide: Path, strategy: str) -> None:
+    with table_of(wide, strategy, keeps=False) as table:
+        files = table.source.table  # type: ignore[attr-defined]
+        kept = np.arange(files.kept.size) % 7 == 0
+    with table_of(wide, strategy, keeps=False) as table:
+        files = table.source.table  # type: ignore[attr-defined]
+        files.kept, files._stretches = kept, None
+        make_cold(wide)
+        first, _ = page_span(table.tensor.offset, table.tensor.nbytes)
+        with wide.open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            for page in np.flatnonzero(kept).tolist():
+                os.pread(file.fileno(), 1, (first + page) * PAGE)
+        assert_rows_of_table(table, some_ids(5000, 1000))
+        found = residency(wide)[first : first + kept.size]
+        assert found[kept].all()
+        if strategy == "pread":
+            assert not found[~kept].any()
+
+
+MEASURE = """
+import asyncio, json, sys
+import numpy as np
+import ggufstream
+from ggufstream.options import Intent
+from ggufstream.pages import PAGE, Residency, page_span, rss_bytes
+import os
+
+def peak():
+    for line in open("/proc/self/status"):
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+
+async def main(path, strategy, cache_bytes):
+    name = "token_embd.weight"
+    async with await ggufstream.load(
+        path, backend="cpu", lazy="on", intents={name: Intent.LOOKUP}, row_strategy=strategy,
+        row_cache_bytes=cache_bytes, select="token_embd|output_norm",
+    ) as model:
+        tensor = model.index.tensor(name)
+        first, last = page_span(tensor.offset, tensor.nbytes)
+        rng = np.random.default_rng(0)
+        await model.rows(name, rng.integers(0, tensor.rows, 512))
+        open("/proc/self/clear_refs", "w").write("5")
+        before, cached = rss_bytes(), 0
+        descriptor = os.open(path, os.O_RDONLY)
+        for turn in range(196):
+            await model.rows(name, rng.integers(0, tensor.rows, 512))
+            if turn % 15 == 0:
+                pages = Residency(descriptor, tensor.offset + tensor.nbytes).pages[first + 1 : last - 1]
+                cached = max(cached, int(np.count_nonzero(pages)) * PAGE)
+        print(json.dumps({"growth": peak() - before, "cached": cached, "rows": model.statistics()["rows"][name]}))
+
+asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3])))
+"""
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_hundred_thousand_random_rows_leave_memory_as_it_was(gemma_path: Path, tmp_path: Path, strategy: str) -> None:
+    own = tmp_path / "gemma.gguf"  # so that nothing else reads it meanwhile
+    own.write_bytes(gemma_path.read_bytes())
+    make_cold(own)
+    cache_bytes = 16 << 20
+    run = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(own), strategy, str(cache_bytes)], capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    result = json.loads(run.stdout)
+    batch = 512 * (3 * PAGE + 3 * 640 * 4)  # pages, and the numbers made of them
+    assert result["growth"] <= cache_bytes + batch + (8 << 20)
+    assert result["cached"] <= 512 * 2 * PAGE
+    assert result["rows"]["cache_bytes"] <= cache_bytes
+    assert result["rows"]["evictions"] > 0
+
+
+# The row cache.
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    rows=st.integers(1, 300),
+    slots=st.integers(0, 400),
+    batches=st.lists(st.lists(st.integers(0, 299), min_size=1, max_size=60), max_size=15),
+)
+def test_the_cache_gives_what_was_put_in_and_stays_in_its_bound(
+    rows: int, slots: int, batches: list[list[int]]
+) -> None:
+    row_bytes = 8
+    nbytes = slots * (row_bytes + 16) + 5
+    cache = RowCache(rows=rows, row_bytes=row_bytes, nbytes=nbytes)
+    assert cache.nbytes <= nbytes
+    assert cache.slots <= rows
+    inserted = 0
+    for batch in batches:
+        ids = np.unique(np.array(batch) % rows)
+        blocks = (ids * 7 + 1).view(np.uint8).reshape(-1, 8)
+        here, found = cache.find(ids)
+        assert np.array_equal(cache.take(found) if found.size else blocks[here], blocks[here])
+        held = cache.held
+        cache.insert(ids, blocks)
+        inserted += cache.held - held
+        assert cache.held <= cache.slots
+        assert cache.held == np.count_nonzero(cache._ids >= 0)
+        if cache.slots == rows:
+            assert cache.find(ids)[0].all(), "where all fit, all stay"
+            assert cache.evictions == 0
+    assert cache.slots >= min(rows, slots) - 7, "at most a set is lost to rounding"
+
+
+def test_what_was_used_last_stays() -> None:
+    cache = RowCache(rows=10_000, row_bytes=8, nbytes=8 * 24)
+    first = np.arange(8)
+    cache.insert(first, first.view(np.uint8).reshape(-1, 8))
+    cache.find(first[:4])
+    later = np.arange(100, 104)
+    cache.insert(later, later.view(np.uint8).reshape(-1, 8))
+    assert cache.find(np.arange(8))[0].tolist() == [True] * 4 + [False] * 4
+    assert (cache.held, cache.evictions) == (8, 4)
+
+
+def test_statistics_add_up(wide: Path) -> None:
+    with table_of(wide, "pread", cache_bytes=200 * 730) as table:
+        rng = np.random.default_rng(5)
+        asked = distinct = 0
+        for _ in range(40):
+            ids = rng.integers(0, 1000, 80)
+            assert_rows_of_table(table, ids)
+            asked += ids.size + 3
+            distinct += np.unique(ids).size + np.unique(ids[:3]).size
+        counts = table.statistics()
+        assert counts["rows"] == asked
+        assert counts["hits"] + counts["misses"] + counts["shared"] == distinct
+        assert counts["hits"] > 0
+        assert counts["shared"] == 0
+        assert counts["cached_rows"] + counts["evictions"] <= counts["misses"]
+        assert counts["cached_rows"] <= 200
+        assert counts["cache_bytes"] <= 200 * 730
+        assert 0 < counts["fetches"] <= counts["misses"]
+        assert counts["bytes_read"] >= counts["misses"] * table.tensor.row_bytes
+        assert counts["seconds"] > 0
+
+
+@pytest.mark.asyncio
+async def test_prefetch_fills_the_cache_and_rows_find_it(wide: Path) -> None:
+    ids = some_ids(5000)
+    async with await ggufstream.load(wide, backend="cpu", lazy="on") as model:
+        assert await model.prefetch(TABLE, ids) is None
+        counts = model.statistics()["rows"][TABLE]
+        assert (counts["rows"], counts["misses"]) == (0, np.unique(ids).size)
+        await asyncio.to_thread(assert_rows, await model.rows(TABLE, ids), wide, TABLE, ids)
+        after = model.statistics()["rows"][TABLE]
+        assert after["bytes_read"] == counts["bytes_read"]
+        assert after["hits"] == np.unique(ids).size
+        with pytest.raises(RowIndexError):
+            await model.prefetch(TABLE, [5000])
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 100 * 730])
+def test_prefetch_is_bounded_by_the_cache(wide: Path, cache_bytes: int) -> None:
+    with table_of(wide, "direct", cache_bytes=cache_bytes) as table:
+        ask(table, np.arange(5000), prefetch=True)
+        counts = table.statistics()
+        assert counts["misses"] <= cache_bytes // 730
+        assert counts["cached_rows"] <= cache_bytes // 730
+        assert (counts["fetches"] == 0) == (cache_bytes == 0)
+
+
+# Many at once.
+
+
+class Gated(RowSource):
+    """A source that waits to be let through, and remembers what it was asked for."""
+
+    def __init__(self, source: RowSource, wait: Callable[[], None]) -> None:
+        super().__init__()
+        self.strategy, self.reason = source.strategy, source.reason
+        self.asked: list[Ids] = []
+        self.finished = 0
+        self.error: Exception | None = None
+        self._source = source
+        self._wait = wait
+
+    def fetch(self, ids: Ids) -> npt.NDArray[np.uint8]:
+        self.asked.append(ids)
+        self._wait()
+        self.finished += 1
+        if self.error is not None:
+            raise self.error
+        return self._source.fetch(ids)
+
+    def close(self) -> None:
+        self._source.close()
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
+def test_rows_that_are_on_their_way_are_not_fetched_again(wide: Path, cache_bytes: int) -> None:
+    with table_of(wide, "pread", cache_bytes=cache_bytes) as table:
+        turn = threading.Event()
+
+        def wait() -> None:
+            while table.statistics()["shared"] < 20 and len(gate.asked) == 1:
+                turn.wait(0.001)
+
+        gate = table.source = Gated(table.source, wait)
+        results: list[npt.NDArray[np.float32]] = []
+        first = threading.Thread(target=lambda: results.append(ask(table, np.arange(30))))
+        first.start()
+        while not gate.asked:
+            turn.wait(0.001)
+        blocks = table.blocks(np.arange(10, 30))  # all of them are being fetched now
+        first.join()
+        assert len(gate.asked) == 1
+        _, data = file_rows(wide, TABLE)
+        assert np.array_equal(blocks, data[10:30])
+        assert_rows(results[0], wide, TABLE, np.arange(30))
+
+
+def test_a_fetch_that_failed_is_tried_again_by_who_waited_for_it(wide: Path) -> None:
+    with table_of(wide, "pread") as table:
+        turn = threading.Event()
+
+        def wait() -> None:
+            while table.statistics()["shared"] < 5 and len(gate.asked) == 1:
+                turn.wait(0.001)
+            gate.error = OSError(errno.EIO, "once") if gate.finished == 0 else None
+
+        gate = table.source = Gated(table.source, wait)
+
+        def ask_in_vain() -> None:
+            with pytest.raises(OSError, match="once"):
+                table.blocks(np.arange(10))
+
+        first = threading.Thread(target=ask_in_vain)
+        first.start()
+        while not gate.asked:
+            turn.wait(0.001)
+        _, data = file_rows(wide, TABLE)
+        assert np.array_equal(table.blocks(np.arange(5)), data[:5])
+        first.join()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.public_api
+@pytest.mark.asyncio
+async def test_fifty_tasks(wide: Path, strategy: Any) -> None:
+    async with await ggufstream.load(
+        wide, backend="cpu", lazy="on", row_strategy=strategy, row_cache_bytes=300 * 730, page_cache="drop"
+    ) as model:
+        wanted = [some_ids(5000, 20, seed) for seed in range(50)]
+        got = await asyncio.gather(*(model.rows(TABLE, ids) for ids in wanted))
+        tensor, data = await asyncio.to_thread(file_rows, wide, TABLE)
+        for ids, values in zip(wanted, got, strict=True):
+            assert np.array_equal(values, reference(tensor.type, data[ids]))
+        counts = model.statistics()["rows"][TABLE]
+        assert counts["cache_bytes"] <= 300 * 730
+        assert model.statistics()["running"] == 0
+
+
+@pytest.mark.public_api
+@pytest.mark.asyncio
+async def test_cancelling_waits_for_the_batch_and_begins_no_other(wide: Path) -> None:
+    async with await ggufstream.load(wide, backend="cpu", lazy="on", row_strategy="pread") as model:
+        table = model._storage.tables.tables[TABLE]
+        table.batch_rows = 10
+        started, go = threading.Event(), threading.Event()
+
+        def wait() -> None:
+            started.set()
+            assert go.wait(10)
+
+        gate = table.source = Gated(table.source, wait)
+        task = asyncio.create_task(model.rows(TABLE, np.arange(100)))
+        await asyncio.to_thread(started.wait, 10)
+        task.cancel()
+        await asyncio.sleep(0)
+        assert not task.done()
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (len(gate.asked), gate.finished) == (1, 1)
+        assert model.statistics()["running"] == 0
+        await model.rows(TABLE, np.arange(100))
+
+
+@pytest.mark.asyncio
+async def test_closing_waits_for_rows(wide: Path) -> None:
+    model = await ggufstream.load(wide, backend="cpu", lazy="on", row_strategy="mapped")
+    table = model._storage.tables.tables[TABLE]
+    table.batch_rows = 10
+    started, go = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        started.set()
+        assert go.wait(10)
+
+    table.source = Gated(table.source, wait)
+    task = asyncio.create_task(model.rows(TABLE, np.arange(35)))
+    await asyncio.to_thread(started.wait, 10)
+    closing = asyncio.create_task(model.aclose())
+    await asyncio.sleep(0)
+    assert not closing.done()
+    go.set()
+    await closing
+    assert task.done()
+    await asyncio.to_thread(assert_rows, task.result(), wide, TABLE, np.arange(35))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.asyncio
+async def test_everything_is_given_back(wide: Path, strategy: Any) -> None:
+    def held() -> tuple[int, int, int]:
+        maps = sum(str(wide) in line for line in Path("/proc/self/maps").read_text().splitlines())
+        threads = sum(thread.name.startswith("ggufstream-rows") for thread in threading.enumerate())
+        return len(os.listdir("/proc/self/fd")), maps, threads
+
+    before = await asyncio.to_thread(held)
+    async with await ggufstream.load(wide, backend="cpu", lazy="on", row_strategy=strategy) as model:
+        await model.rows(TABLE, some_ids(5000, 2000))
+        assert await asyncio.to_thread(held) > before
+    assert await asyncio.to_thread(held) == before
+
+
+@pytest.mark.asyncio
+async def test_the_event_loop_is_not_blocked(wide: Path, blockbuster: Any) -> None:
+    async with await ggufstream.load(wide, backend="cpu", lazy="on") as model:
+        await model.rows(TABLE, some_ids(5000))
+        await model.prefetch(TABLE, some_ids(5000))
+
+
+# Trouble with the file.
+
+
+FAULTS = """
+import asyncio, os, sys
+import ggufstream
+from ggufstream.errors import FileChangedError, TruncatedFileError
+
+async def main(path, strategy, backend, name):
+    async with await ggufstream.load(
+        path, backend=backend, lazy="on", row_strategy=strategy, io="auto"
+    ) as model:
+        tensor = model.index.tensor(name)
+        kept = await model.rows(name, [1])
+        os.truncate(path, tensor.offset + tensor.nbytes // 2)
+        for ids in ([tensor.rows - 1], [0, tensor.rows - 1], list(range(0, tensor.rows, 3))):
+            try:
+                await model.rows(name, ids)
+            except TruncatedFileError as error:
+                assert error.tensor == name and error.available == os.stat(path).st_size, error
+            else:
+                raise AssertionError("read")
+        try:
+            await model.rows(name, [5])
+        except FileChangedError as error:
+            assert error.tensor == name and "size" in str(error)
+        else:
+            raise AssertionError("trusted")
+        if name.startswith("per_layer"):
+            assert (await model.rows(name, [1])).tobytes() == kept.tobytes()
+        print("survived")
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "backend", "name"),
+    [*((strategy, "cpu", TABLE) for strategy in STRATEGIES), ("pread", "simulated:metal-alias", TIED)],
+)
+def test_a_file_that_is_cut_is_an_error_and_no_signal(tmp_path: Path, strategy: str, backend: str, name: str) -> None:
+    path = aligned_file(tmp_path, specs("Q8_0", 5000, 21), 16384)
+    run = subprocess.run(
+        [sys.executable, "-c", FAULTS, str(path), strategy, backend, name], capture_output=True, text=True
+    )
+    assert (run.returncode, run.stdout) == (0, "survived\n"), run.stderr
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_file_that_is_written_to_is_not_trusted(tmp_path: Path, strategy: str) -> None:
+    path = model_file(tmp_path)
+    with table_of(path, strategy) as table:
+        ask(table, [1])
+        os.utime(path, ns=(1, 1))
+        with pytest.raises(FileChangedError, match="mtime_ns") as caught:
+            ask(table, [1])
+        assert caught.value.tensor == TABLE
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_file_that_is_replaced_under_its_name_is_read_on(tmp_path: Path, strategy: str) -> None:
+    path = model_file(tmp_path)
+    with table_of(path, strategy) as table:
+        old = ask(table, some_ids())
+        other = tmp_path / "other"
+        other.write_bytes(b"something else")
+        other.rename(path)
+        assert np.array_equal(ask(table, some_ids()), old)
+
+
+@pytest.mark.parametrize("strategy", ["pread", "direct"])
+@pytest.mark.asyncio
+async def test_a_read_error_names_tensor_and_place_and_is_over_when_the_disk_works(
+    wide: Path, monkeypatch: pytest.MonkeyPatch, strategy: Any
+) -> None:
+    async with await ggufstream.load(wide, backend="cpu", lazy="on", row_strategy=strategy) as model:
+        tensor = model.index.tensor(TABLE)
+
+        def broken(*args: Any) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(row_sources.os, "preadv", broken)
+            with pytest.raises(UnreadableFileError) as caught:
+                await model.rows(TABLE, [1000, 4000])
+        assert caught.value.tensor == TABLE
+        assert caught.value.errno == errno.EIO
+        assert caught.value.offset is not None
+        wanted = {(tensor.offset + row * tensor.row_bytes) // PAGE for row in (1000, 4000)}
+        assert caught.value.offset // PAGE in wanted
+        await asyncio.to_thread(assert_rows, await model.rows(TABLE, [1000, 4000]), wide, TABLE, [1000, 4000])
+
+
+@pytest.mark.parametrize("n", [10, 400])
+@pytest.mark.parametrize("strategy", ["pread", "direct"])
+def test_short_reads_are_completed(wide: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, n: int) -> None:
+    real = os.preadv
+
+    def short(descriptor: int, buffers: Any, offset: int, *flags: int) -> int:
+        return real(descriptor, [memoryview(buffers[0])[:100]], offset, *flags)
+
+    ids = np.arange(0, 5000, 5000 // n)
+    with table_of(wide, strategy) as table:
+        monkeypatch.setattr(AsyncReads, "read", lambda self, *args: np.full(args[2].size, -1, np.int64))
+        direct = getattr(table.source, "_direct", -1)
+        monkeypatch.setattr(row_sources.os, "preadv", lambda d, *args: 0 if d == direct else short(d, *args))
+        assert_rows(ask(table, ids), wide, TABLE, ids)
