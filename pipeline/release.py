@@ -71,10 +71,10 @@ class Releaser:
             first += 1
         if last > first and border[last - 1] > 0:
             last -= 1
-        self._drop(part.shard, first, last)
+        self.released_bytes += self._drop(part.shard, first, last)
 
     def finish(self) -> None:
-        """Everything is loaded: drop headers, padding and what the kernel read ahead."""
+        """Everything is loaded: drop headers, padding and what the kernel read ahead, and all else once more."""
         for shard, source in enumerate(self._sources):
             position = 0
             pages = -(-source.shard.size // PAGE)
@@ -82,9 +82,10 @@ class Releaser:
                 self._drop(shard, position, first)
                 position = max(position, last)
 
-    def _drop(self, shard: int, first: int, last: int) -> None:
+    def _drop(self, shard: int, first: int, last: int) -> int:
+        """Drop pages, and say how many bytes that gave back."""
         if last <= first:
-            return
+            return 0
         source = self._sources[shard]
         given_back = last - first if source.drop(first, last) else 0
         evicted = 0
@@ -93,7 +94,7 @@ class Releaser:
             # Reads around the cache put nothing there: only what was there before can go.
             known = self._residency[shard].pages[start:stop]
             evicted += stop - start if source.fills_cache else int(np.count_nonzero(known))
-        self.released_bytes += max(given_back, evicted) * PAGE
+        return max(given_back, evicted) * PAGE
 
     def _evictable(self, shard: int, first: int, last: int) -> Iterable[tuple[int, int]]:
         match self.page_cache:

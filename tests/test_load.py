@@ -381,3 +381,17 @@ async def test_caller_decides_intents(mixed: Path) -> None:
     async with await ggufstream.load(mixed, backend=CpuScalarBackend(), intents=intents, lazy="on") as model:
         assert model["token_embd.weight"].placement is ggufstream.Placement.ROWS
         assert model.report.fallbacks == ()
+
+
+@pytest.mark.parametrize(
+    ("io", "page_cache"), [("mmap", "keep"), ("mmap", "drop"), ("pread", "drop"), ("pread", "keep")]
+)
+@pytest.mark.asyncio
+async def test_what_was_released_is_counted_once(tmp_path: Path, io: str, page_cache: str) -> None:
+    path = write_model(tmp_path / "m.gguf")
+    async with await ggufstream.load(path, backend="cpu", io=io, page_cache=page_cache, range_bytes=16 << 10) as model:
+        released = model.report.released_bytes
+    if (io, page_cache) == ("pread", "keep"):
+        assert released == 0
+    else:
+        assert 0.9 * model.index.tensor_bytes < released <= model.report.file_bytes + 4096
