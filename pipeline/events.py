@@ -20,6 +20,7 @@ __all__ = [
     "LoadStarted",
     "Planned",
     "Progress",
+    "TableOpened",
     "TensorReady",
 ]
 
@@ -104,6 +105,15 @@ class TensorReady(Event):
     """All bytes of a tensor are on the device."""
 
     tensor: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableOpened(Event):
+    """It is decided how the rows of a lookup table are had, see ``LoadReport.rows``."""
+
+    tensor: str
+    strategy: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,6 +36,7 @@ from ggufstream.events import (
     LoadFinished,
     LoadStarted,
     Planned,
+    TableOpened,
 )
 from ggufstream.gguf_file import FileIndex, checked_path, read_index
 from ggufstream.model import Model
@@ -200,6 +201,10 @@ class LoadJob:
             "rows",
             in_thread(partial(self._open_tables, load_plan, index, sources, backends, arenas, descriptors, releaser)),
         )
+        for table in tables.report():
+            self._emit(
+                TableOpened(load_id=self._load_id, tensor=table.tensor, strategy=table.strategy, reason=table.reason)
+            )
         cached_after = await in_thread(partial(_cached_bytes, sources))
         await in_thread(self._transient.close)
         rss_after = await in_thread(rss_bytes)

@@ -19,8 +19,8 @@ from ggufstream.row_cache import Ids
 
 __all__ = ["MADV_RANDOM", "MADV_WILLNEED", "READERS", "Readers", "Runs", "advise_runs", "gather", "merge"]
 
-READERS = 32
-"""Reads in flight: what one solid-state disk needs to be busy."""
+READERS = 16
+"""Reads in flight: enough to keep a solid-state disk busy, and few enough to be cheap."""
 
 MADV_RANDOM = 1
 MADV_WILLNEED = 3

@@ -29,6 +29,7 @@ from ggufstream.events import (
     LoadStarted,
     Planned,
     Progress,
+    TableOpened,
     TensorReady,
 )
 
@@ -115,6 +116,8 @@ class StructlogSink:
                 self._planned(event)
             case ArenaGrown():
                 self._log.info("arena_grown", **_fields(event))
+            case TableOpened():
+                self._log.info("table_opened", **_fields(event))
             case LoadFinished():
                 self._log.info("load_finished", **{"load_id": event.load_id, **flatten_report(event.report)})
             case LoadFailed():

@@ -18,6 +18,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
+import structlog
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,6 +37,7 @@ from ggufstream.errors import (
     UnreadableFileError,
     UnsupportedFileError,
 )
+from ggufstream.events import TableOpened
 from ggufstream.ggml_types import BY_NAME, GGMLType
 from ggufstream.gguf_layout import TensorInfo
 from ggufstream.layouts import F32, X8, Layout, Planar, Raw
@@ -388,6 +390,18 @@ async def test_the_report_says_how_and_why(wide: Path) -> None:
         reports = model.report.to_dict()["rows"]
         assert {"tensor": TABLE, "strategy": "direct", "reason": "asked for"} in [dict(report) for report in reports]
         assert model.statistics()["rows"][TABLE]["strategy"] == "direct"
+
+
+@pytest.mark.asyncio
+async def test_opening_a_table_is_an_event_and_a_record(wide: Path) -> None:
+    events: list[Any] = []
+    with structlog.testing.capture_logs() as records:
+        async with await ggufstream.load(wide, backend="cpu", lazy="on", sinks=[events.append]) as model:
+            opened = [event for event in events if isinstance(event, TableOpened)]
+            assert [(e.tensor, e.strategy, e.reason) for e in opened] == [
+                (row.tensor, row.strategy, row.reason) for row in model.report.rows
+            ]
+    assert [record["tensor"] for record in records if record["event"] == "table_opened"] == [TABLE, TIED]
 
 
 @pytest.mark.parametrize("when", ["open", "read"])
