@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -14,15 +15,17 @@ import click
 from ggufstream.errors import OptionError
 from ggufstream.options import (
     ENVIRONMENT,
+    Intent,
     IOMode,
     LazyMode,
     LoadOptions,
     PageCacheMode,
     Placement,
+    RowStrategy,
     UploadMode,
     parse_bytes,
 )
-from ggufstream.terminal import LogFormat, configure_logging, progress_bar, run_interruptible, write_json
+from ggufstream.terminal import LogFormat, configure_logging, progress_bar, run_interruptible, write_json, write_out
 
 if TYPE_CHECKING:
     from ggufstream.events import EventSink
@@ -430,6 +433,86 @@ def _verify_progress(model: Model, sink: EventSink) -> Callable[[str], None]:
             sink(LoadFinished(load_id=load_id, report={}))
 
     return on_tensor
+
+
+@commands.command(short_help="Show rows of a lookup table.")
+@click.argument("file")
+@click.argument("tensor")
+@click.argument("ids", nargs=-1, required=True)
+@_option("--strategy", "row_strategy", type=_choice(*get_args(RowStrategy)), help="How the rows come out of the file.")
+@_option(
+    "--page-cache", "page_cache", type=_choice(*get_args(PageCacheMode)), help="What the page cache holds afterwards."
+)
+@_shared
+def rows(
+    file: str,
+    tensor: str,
+    *,
+    ids: Sequence[str],
+    as_json: bool,
+    log_format: LogFormat,
+    verbose: int,
+    **given: Any,
+) -> None:
+    """Show rows of the table TENSOR of FILE, decoded; reads nothing else.
+
+    IDS are row numbers: 3 17, or 3,17, or 20-25 for all six. With --json every value is printed.
+    """
+    numbers = _row_numbers(ids)
+    changes = {name: value for name, value in given.items() if value is not None}
+    options = LoadOptions.from_environment().replace(backend="cpu", **changes)
+    configure_logging(log_format, verbose)
+    found = run_interruptible(lambda: _rows(file, tensor, numbers, options))
+    if as_json:
+        write_json(found)
+        return
+    width = len(str(max(found["ids"], default=0)))
+    for number, values in zip(found["ids"], found["rows"], strict=True):
+        shown = "  ".join(f"{value:12.6g}" for value in values[:_SHOWN])
+        write_out(f"{number:>{width}}  {shown}{'  …' if len(values) > _SHOWN else ''}\n")
+
+
+_SHOWN = 6
+_MOST_ROWS = 1 << 20
+
+
+def _row_numbers(texts: Sequence[str]) -> list[int]:
+    """Row numbers as they are typed: ``3``, ``3,17`` and ``20-25``."""
+    numbers: list[int] = []
+    for text in ",".join(texts).split(","):
+        match = re.fullmatch(r"\s*([0-9]{1,18})(?:-([0-9]{1,18}))?\s*", text, re.ASCII)
+        if match is None:
+            raise OptionError(f"{text!r} is no row number", remedy="Write them like 3 17 20-25")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last - first >= _MOST_ROWS - len(numbers):
+            raise OptionError(f"{text} and what is before are too many rows", remedy=f"At most {_MOST_ROWS:,} at once")
+        numbers.extend(range(first, last + 1))
+    return numbers
+
+
+async def _rows(file: str, tensor: str, numbers: list[int], options: LoadOptions) -> dict[str, Any]:
+    from ggufstream.gguf_file import read_index
+    from ggufstream.loader import load as load_model
+
+    info = (await read_index(file)).tensor(tensor)
+    # The table alone, and out of the file, whatever else a model would want it for.
+    alone = options.replace(select=f"^{re.escape(tensor)}$", intents={tensor: Intent.LOOKUP}, lazy="on")
+    async with await load_model(file, options=alone) as model:
+        values = await model.rows(tensor, numbers)
+        counts = model.statistics()["rows"][tensor]
+        return {
+            "file": model.report.file,
+            "tensor": tensor,
+            "type": info.type.name,
+            "shape": list(info.shape),
+            "strategy": counts["strategy"],
+            "reason": model.report.rows[0].reason,
+            "fetches": counts["fetches"],
+            "bytes_read": counts["bytes_read"],
+            "seconds": counts["seconds"],
+            "ids": numbers,
+            "rows": values.tolist(),
+        }
 
 
 @commands.command(short_help="Show what each backend sees here.")

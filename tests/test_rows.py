@@ -970,3 +970,37 @@ def test_short_reads_are_completed(wide: Path, monkeypatch: pytest.MonkeyPatch, 
         direct = getattr(table.source, "_direct", -1)
         monkeypatch.setattr(row_sources.os, "preadv", lambda d, *args: 0 if d == direct else short(d, *args))
         assert_rows(ask(table, ids), wide, TABLE, ids)
+
+
+# On the command line.
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ggufstream", "rows", *map(os.fspath, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", stdin=subprocess.DEVNULL)
+
+
+def test_rows_on_the_command_line(wide: Path) -> None:
+    done = run("--json", "--strategy", "mapped", wide, TIED, "7,3", "10-12")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["ids"], found["strategy"], found["shape"]) == ([7, 3, 10, 11, 12], "mapped", [5000, 21 * 32])
+    assert_rows(np.array(found["rows"], np.float32), wide, TIED, found["ids"])
+    lines = run(wide, TABLE, "0", "4999").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["0", "4999"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((TABLE, "5000"), "has no row 5,000"),
+        ((TABLE, "1-"), "no row number"),
+        ((TABLE, "0-99999999"), "too many"),
+        (("per_layer", "1"), "no tensor"),
+        ((TABLE,), "IDS"),
+    ],
+)
+def test_usage_errors_on_the_command_line(wide: Path, arguments: tuple[str, ...], says: str) -> None:
+    done = run("--json", wide, *arguments)
+    assert done.returncode == 2
+    assert says in json.loads(done.stdout)["error"]["message"]
