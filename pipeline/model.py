@@ -449,8 +449,8 @@ class Model(Mapping[str, Weight]):
             )
         with self._storage.in_use():
             request = await in_thread(partial(table.request, ids, prefetch=prefetch))
-            for start in request.batches:  # a hop each, so that cancelling need not wait for all
-                await in_thread(partial(request.run, start))
+            while request.more:  # a hop for each batch, so that cancelling need not wait for all
+                await in_thread(request.step)
         return request
 
     def statistics(self) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class LoadReport:
     io_reason: str
     workers: int
     seconds: dict[str, float]
-    """``header``, ``plan``, ``stream``, ``total``."""
+    """``header``, ``open``, ``plan``, ``stream``, ``rows`` (opening tables) and ``total``."""
     bytes_per_second: float
     """``streamed_bytes`` over ``seconds["stream"]``."""
     first_layer_seconds: float | None

@@ -411,8 +411,18 @@ class MappedRows(FileRows):
             elif os.fstat(self._descriptor).st_size < end:
                 raise table.truncated(self._descriptor, end) from None
             else:
-                offset = int(runs.begin[0])
+                offset = self._origin + self._first_bad(shifted)
                 raise read_error(error, file=table.shard.path, tensor=table.tensor.name, offset=offset) from None
+
+    def _first_bad(self, shifted: Runs) -> int:
+        """Where the first run begins that cannot be populated."""
+        assert self._bytes is not None
+        for first, last in zip(shifted.first.tolist(), shifted.last.tolist(), strict=True):
+            try:
+                advise(self._bytes[first:last], MADV_POPULATE_READ)
+            except OSError:
+                return int(first)
+        return int(shifted.first[0])  # it is over; any will do
 
     def close(self) -> None:
         self._bytes = None

@@ -80,7 +80,7 @@ class RowTables:
         self._tables: dict[str, RowTable] = {}
         entries = [e for e in plan.entries if Intent.LOOKUP in e.intent and e.tensor.type.name in DECODABLE]
         caches = _shares([e for e in entries if e.placement is Placement.ROWS], cache_bytes)
-        decoders = len(os.sched_getaffinity(0))
+        decoders = min(READERS, len(os.sched_getaffinity(0)))
         try:
             for entry in entries:
                 name = entry.tensor.name

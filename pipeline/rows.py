@@ -65,13 +65,18 @@ class RowTable:
         self.batch_rows = max(1, BATCH_BYTES // (tensor.row_bytes + 2 * PAGE))
 
     def request(self, ids: npt.ArrayLike, *, prefetch: bool = False) -> Request:
-        """Check the ids and sort them out; fetches nothing yet.
+        """Check the ids, sort them out, and have the first batch of rows; ``step`` while there is more.
 
         Raises:
             RowIndexError: The table has no such row.
             OptionError: The ids are not whole numbers.
+            FileError: The rows cannot be read.
+            DeviceError: The same, where they lie on a device.
         """
-        return Request(self, _checked(self.tensor, ids), prefetch=prefetch)
+        request = Request(self, _checked(self.tensor, ids), prefetch=prefetch)
+        if request.more:
+            request.step()
+        return request
 
     @property
     def prefetch_rows(self) -> int:
@@ -166,7 +171,7 @@ class RowTable:
 
 
 class Request:
-    """Rows of one call. Run its ``batches`` one after the other, then take ``result``."""
+    """Rows of one call: ``step`` while there is ``more``, then take ``result``."""
 
     def __init__(self, table: RowTable, ids: npt.NDArray[np.int64], *, prefetch: bool) -> None:
         self._table = table
@@ -185,18 +190,26 @@ class Request:
             self._unique = self._unique[: table.prefetch_rows]
         else:
             table.asked(flat.size)
-        self.batches = range(0, self._unique.size if table.tensor.nbytes else 0, table.batch_rows)
+        self._done = 0
 
-    def run(self, start: int) -> None:
-        """Fetch and decode the batch that begins at this one of the distinct rows.
+    @property
+    def more(self) -> bool:
+        """Whether rows are missing yet."""
+        return self._done < self._unique.size and self._table.tensor.nbytes > 0
+
+    def step(self) -> None:
+        """Fetch and decode one batch more.
 
         Raises:
             FileError: The rows cannot be read.
             DeviceError: The same, where they lie on a device.
         """
-        blocks = self._table.blocks(self._unique[start : start + self._table.batch_rows])
+        start = self._done
+        batch = self._unique[start : start + self._table.batch_rows]
+        blocks = self._table.blocks(batch)
         if not self._prefetch:
             self._table.decode(blocks, start, self)
+        self._done += batch.size
 
     def put(self, first: int, values: npt.NDArray[np.float32]) -> None:
         """Write distinct rows ``first`` and on wherever they were asked for."""

@@ -141,8 +141,8 @@ def table_of(path: Path, strategy: str, *, cache_bytes: int = 0, keeps: bool | N
 
 def ask(table: RowTable, ids: npt.ArrayLike, *, prefetch: bool = False) -> npt.NDArray[np.float32]:
     request = table.request(ids, prefetch=prefetch)
-    for start in request.batches:
-        request.run(start)
+    while request.more:
+        request.step()
     return np.empty((0,), np.float32) if prefetch else request.result
 
 
@@ -954,6 +954,28 @@ async def test_a_read_error_names_tensor_and_place_and_is_over_when_the_disk_wor
         wanted = {(tensor.offset + row * tensor.row_bytes) // PAGE for row in (1000, 4000)}
         assert caught.value.offset // PAGE in wanted
         await asyncio.to_thread(assert_rows, await model.rows(TABLE, [1000, 4000]), wide, TABLE, [1000, 4000])
+
+
+def test_a_read_error_in_the_mapping_names_tensor_and_place(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with table_of(wide, "mapped") as table:
+        bad = (table.tensor.offset + 3000 * table.tensor.row_bytes) // PAGE * PAGE
+        real = row_sources.advise
+        start = table.source._bytes.ctypes.data - table.source._origin  # type: ignore[attr-defined]
+
+        def advise(memory: npt.NDArray[np.uint8], advice: int) -> None:
+            if advice == row_sources.MADV_POPULATE_READ and memory.ctypes.data - start == bad:
+                raise OSError(errno.EIO, "Input/output error")
+            real(memory, advice)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(row_sources, "advise", advise)
+            patch.setattr("ggufstream.row_reads.advise", advise)
+            patch.setattr("ggufstream.row_reads._advise_at_once", lambda vectors, advice: 0)
+            with pytest.raises(UnreadableFileError) as caught:
+                ask(table, [10, 3000, 4000])
+            assert (caught.value.tensor, caught.value.offset, caught.value.errno) == (TABLE, bad, errno.EIO)
+            assert_rows(ask(table, [10, 4000]), wide, TABLE, [10, 4000])
+        assert_rows(ask(table, [10, 3000]), wide, TABLE, [10, 3000])
 
 
 @pytest.mark.parametrize("n", [10, 400])
