@@ -63,15 +63,6 @@ async def test_everything_arrives_unchanged(mixed: Path, backend: str, upload: s
         assert model.report.upload == ("staged" if upload == "staged" or "discrete" in backend else "direct")
 
 
-@pytest.mark.parametrize("io", MODES)
-@pytest.mark.parametrize("backend", ["cpu", "vulkan", "simulated:discrete-24g"])
-@pytest.mark.asyncio
-async def test_real_models_arrive_unchanged(smollm2_path: Path, backend: str, io: str) -> None:
-    async with await ggufstream.load(smollm2_path, backend=backend, device=device_of(backend), io=io) as model:
-        for weight in list(model.values())[:40]:
-            assert await weight.read() == in_file(model, weight.name)
-
-
 @pytest.mark.parametrize("upload", UPLOADS)
 @pytest.mark.asyncio
 async def test_a_table_larger_than_one_binding_is_cut_at_rows(gemma_path: Path, upload: str) -> None:
