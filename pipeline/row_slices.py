@@ -16,8 +16,9 @@ from ggufstream.gguf_layout import TensorInfo
 from ggufstream.layouts import Bytes, Run
 from ggufstream.pages import MADV_POPULATE_READ, PAGE
 from ggufstream.row_cache import Ids
+from ggufstream.row_files import Table
 from ggufstream.row_reads import Runs, advise_runs, merge
-from ggufstream.row_sources import RowSource, Table
+from ggufstream.row_sources import RowSource
 
 __all__ = ["SliceRows"]
 

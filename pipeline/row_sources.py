@@ -14,30 +14,27 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 
 import numpy as np
 import numpy.typing as npt
 
 from ggufstream.backends.host_memory import anonymous_memory
-from ggufstream.errors import FileChangedError, TruncatedFileError, UnreadableFileError
+from ggufstream.errors import TruncatedFileError, UnreadableFileError
 from ggufstream.file_bytes import read_error, read_exactly
-from ggufstream.gguf_file import FileIdentity, Shard
-from ggufstream.gguf_layout import TensorInfo
 from ggufstream.layouts import Bytes
 from ggufstream.options import RowStrategy
-from ggufstream.pages import MADV_DONTNEED, MADV_POPULATE_READ, PAGE, advise, evict, filesystem_type, page_span
+from ggufstream.pages import MADV_DONTNEED, MADV_POPULATE_READ, PAGE, advise, filesystem_type, page_span
 from ggufstream.read import NETWORK
 from ggufstream.row_aio import AsyncReads
 from ggufstream.row_cache import Ids
-from ggufstream.row_reads import MADV_RANDOM, MADV_WILLNEED, Readers, Runs, advise_runs, gather, merge
+from ggufstream.row_files import BATCH_BYTES, Table
+from ggufstream.row_reads import MADV_RANDOM, MADV_WILLNEED, Runs, advise_runs, gather
 
-__all__ = ["BATCH_BYTES", "FileRows", "RowSource", "Table", "open_rows"]
+__all__ = ["FileRows", "RowSource", "open_rows"]
 
-BATCH_BYTES = 16 << 20
-"""File bytes, in whole pages, that one fetch may touch: bounds scratch memory, and what is resident meanwhile."""
-
-_FEW_STRETCHES = 16
+_SCRATCH = 2
+"""Pieces of scratch memory that are kept for the next fetch."""
 
 _MANY = 96
 """Reads from which the kernel's queue is worth what it costs to set up and end (some 30 ms, once)."""
@@ -77,122 +74,6 @@ class RowSource(ABC):
         with self._counting:
             self.fetches += fetches
             self.bytes_read += nbytes
-
-
-class Table:
-    """What all ways to read one table share.
-
-    Args:
-        tensor: The table.
-        shard: Its file.
-        descriptor: The file, open; the ways to read open it again.
-        readers: Threads.
-        kept: For each page of the table, whether it stays in the page cache; ``None``: nothing is evicted.
-    """
-
-    def __init__(
-        self,
-        tensor: TensorInfo,
-        shard: Shard,
-        descriptor: int,
-        *,
-        readers: Readers,
-        kept: npt.NDArray[np.bool_] | None,
-    ) -> None:
-        self.tensor = tensor
-        self.shard = shard
-        self.descriptor = descriptor
-        self.readers = readers
-        self.kept = kept
-        stretches = [] if kept is None else _stretches(kept, tensor.offset // PAGE)
-        for first, last in stretches:  # what reading the header and the neighbours has brought in
-            evict(descriptor, first, last)
-        self._stretches = stretches if len(stretches) <= _FEW_STRETCHES else None
-        self._evicting = threading.Lock()
-        self._busy = 0
-        self._brought = 0
-
-    def merge(self, ids: Ids) -> Runs:
-        return merge(ids, offset=self.tensor.offset, row_bytes=self.tensor.row_bytes)
-
-    def reopen(self, flags: int = 0) -> int:
-        """The same file, whatever its path names by now, with a position and an advice of its own."""
-        return os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC | flags)
-
-    def check_unchanged(self, descriptor: int) -> None:
-        """Compare the file with what its header was read from.
-
-        Raises:
-            FileChangedError: Size or time differ.
-        """
-        now = FileIdentity.of(os.fstat(descriptor))
-        if now != self.shard.identity:
-            was = self.shard.identity
-            changes = ", ".join(
-                f"{name} {old} → {new}" for name, old, new in zip(was._fields, was, now, strict=True) if old != new
-            )
-            raise FileChangedError(
-                f"changed after it was loaded ({changes}), so rows of {self.tensor.name} cannot be trusted any more",
-                file=self.shard.path,
-                tensor=self.tensor.name,
-                remedy="Load it again when nothing writes to it",
-            )
-
-    def truncated(self, descriptor: int, needed: int) -> TruncatedFileError:
-        """The error for a file that ends before byte ``needed``."""
-        size = os.fstat(descriptor).st_size
-        return TruncatedFileError(
-            f"ends at byte {size:,}, before rows of {self.tensor.name} that were asked for: it was truncated after it "
-            f"was loaded",
-            file=self.shard.path,
-            tensor=self.tensor.name,
-            offset=size,
-            needed=needed,
-            available=size,
-            remedy="Load it again from a whole file",
-        )
-
-    @contextmanager
-    def evicting(self, descriptor: int, runs: Runs) -> Iterator[None]:
-        """Evict what these runs, in whole pages, bring into the page cache within this block.
-
-        A call for each run costs far more than one for all of the table, so that is what is done where few pages
-        stay; it waits until no other batch is between asking for its pages and having them, but not for ever.
-        """
-        if self.kept is None:
-            yield
-            return
-        with self._evicting:
-            self._busy += 1
-        try:
-            yield
-        finally:
-            with self._evicting:
-                self._busy -= 1
-                self._brought += int(runs.nbytes.sum())
-                due = self._busy == 0 or self._brought > 2 * BATCH_BYTES
-                if due:
-                    self._brought = 0
-            if self._stretches is None:
-                self._evict_runs(descriptor, self.kept, runs)
-            elif due:
-                for first, last in self._stretches:
-                    evict(descriptor, first, last)
-
-    def _evict_runs(self, descriptor: int, kept: npt.NDArray[np.bool_], runs: Runs) -> None:
-        origin = self.tensor.offset // PAGE
-        firsts, lasts = runs.first // PAGE, runs.last // PAGE
-        # A run with pages that stay leaves all of them: of few rows some pages stay, and others not.
-        before = np.concatenate([[0], np.cumsum(kept)])
-        free = before[lasts - origin] == before[firsts - origin]
-        for first, last in zip(firsts[free].tolist(), lasts[free].tolist(), strict=True):
-            evict(descriptor, first, last)
-
-
-def _stretches(kept: npt.NDArray[np.bool_], origin: int) -> list[tuple[int, int]]:
-    """The pages between those that stay, each stretch as first and one past the last."""
-    edges = np.flatnonzero(np.diff(~kept, prepend=False, append=False))
-    return [(origin + first, origin + last) for first, last in edges.reshape(-1, 2).tolist()]
 
 
 class FileRows(RowSource):
@@ -299,7 +180,8 @@ class DirectRows(PreadRows):
             self._count(runs.first.size, needed)
             return gather(scratch, rows, self.table.tensor.row_bytes)
         finally:
-            self._scratch.append(scratch)
+            if len(self._scratch) < _SCRATCH:
+                self._scratch.append(scratch)
 
     def _read_pages(self, runs: Runs, places: Ids, memory: Bytes) -> None:
         view, descriptor, size = memory.data, self._direct, self.table.tensor.offset + self.table.tensor.nbytes

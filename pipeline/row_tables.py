@@ -18,9 +18,10 @@ from ggufstream.options import Intent, PageCacheMode, Placement, RowStrategy
 from ggufstream.pages import Residency, page_span
 from ggufstream.plan import LoadPlan, PlanEntry
 from ggufstream.report import RowsReport
+from ggufstream.row_files import Table
 from ggufstream.row_reads import READERS, Readers
 from ggufstream.row_slices import SliceRows
-from ggufstream.row_sources import RowSource, Table, open_rows
+from ggufstream.row_sources import RowSource, open_rows
 from ggufstream.rows import RowTable
 
 __all__ = ["RowTables", "slices_of"]

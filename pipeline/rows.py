@@ -21,8 +21,9 @@ from ggufstream.errors import OptionError, RowIndexError
 from ggufstream.gguf_layout import TensorInfo
 from ggufstream.pages import PAGE
 from ggufstream.row_cache import Ids, RowCache
+from ggufstream.row_files import BATCH_BYTES
 from ggufstream.row_reads import Readers
-from ggufstream.row_sources import BATCH_BYTES, RowSource
+from ggufstream.row_sources import RowSource
 
 __all__ = ["Request", "RowTable"]
 

@@ -45,9 +45,10 @@ from ggufstream.options import Intent
 from ggufstream.pages import PAGE, Residency, page_span
 from ggufstream.row_aio import AsyncReads
 from ggufstream.row_cache import Ids, RowCache
+from ggufstream.row_files import Table
 from ggufstream.row_reads import Readers, merge
 from ggufstream.row_slices import SliceRows
-from ggufstream.row_sources import RowSource, Table, open_rows
+from ggufstream.row_sources import RowSource, open_rows
 from ggufstream.rows import RowTable
 from tests.gguf_builder import Tensor, build, u32
 from tests.small_models import TensorSpec, write_model
@@ -120,14 +121,16 @@ def some_ids(rows: int = ROWS, n: int = 200, seed: int = 0) -> npt.NDArray[np.in
 
 
 @contextmanager
-def table_of(path: Path, strategy: str, *, cache_bytes: int = 0, keeps: bool | None = None) -> Iterator[RowTable]:
+def table_of(
+    path: Path, strategy: str, *, cache_bytes: int = 0, keeps: bool | npt.NDArray[np.bool_] | None = None
+) -> Iterator[RowTable]:
     """A table of the file without a model around it. ``keeps``: the page cache keeps all (``None``), or some pages."""
     index = asyncio.run(ggufstream.read_index(path))
     tensor = index.tensor(TABLE)
     descriptor = os.open(path, os.O_RDONLY)
     readers = Readers(4)
     first, last = page_span(tensor.offset, tensor.nbytes)
-    kept = None if keeps is None else np.full(last - first, keeps)
+    kept = None if keeps is None else np.broadcast_to(keeps, last - first)
     try:
         files = Table(tensor, index.shards[tensor.shard], descriptor, readers=readers, kept=kept)
         source = open_rows(files, strategy)  # type: ignore[arg-type]
@@ -535,14 +538,11 @@ def test_keep_leaves_what_was_read_and_not_what_lies_around(wide: Path, strategy
 
 @pytest.mark.parametrize("strategy", ["mapped", "pread"])
 def test_some_pages_stay_and_others_do_not(wide: Path, strategy: str) -> None:
-    with table_of(wide, strategy, keeps=False) as table:
-        files = table.source.table  # type: ignore[attr-defined]
-        kept = np.arange(files.kept.size) % 7 == 0
-    with table_of(wide, strategy, keeps=False) as table:
-        files = table.source.table  # type: ignore[attr-defined]
-        files.kept, files._stretches = kept, None
+    tensor = asyncio.run(ggufstream.read_index(wide)).tensor(TABLE)
+    first, last = page_span(tensor.offset, tensor.nbytes)
+    kept = np.arange(last - first) % 7 == 0
+    with table_of(wide, strategy, keeps=kept) as table:
         make_cold(wide)
-        first, _ = page_span(table.tensor.offset, table.tensor.nbytes)
         with wide.open("rb", buffering=0) as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
             for page in np.flatnonzero(kept).tolist():
