@@ -25,6 +25,7 @@ from ggufstream.errors import DeviceLostError, OptionError, OutOfDeviceMemoryErr
 from ggufstream.file_bytes import pread_into
 from ggufstream.ggml_types import GGMLType
 from ggufstream.layouts import Bytes, Layout, Planar, Raw
+from ggufstream.pages import PAGE
 
 __all__ = ["PROFILES", "SimulatedBackend"]
 
@@ -118,6 +119,7 @@ class SimulatedBackend(Backend):
         self._bytes_per_second = bytes_per_second
         self._chunks = Counter()
         self._mapped = Counter()
+        self._allocations = 0
         self._staging = Counter()
         self._copies = 0
         self._copied_bytes = 0
@@ -148,6 +150,7 @@ class SimulatedBackend(Backend):
 
     def allocate(self, nbytes: int) -> Chunk:
         with self._lock:  # so that two threads never both get the last bytes
+            self._check_there()
             free = self._free_bytes()
             if nbytes > self._facts.max_chunk_bytes or (free is not None and nbytes > free):
                 raise OutOfDeviceMemoryError(
@@ -157,21 +160,40 @@ class SimulatedBackend(Backend):
                     available=free,
                     remedy="Use smaller chunks, or place fewer tensors on the device",
                 )
+            chunk: Chunk
             if self._facts.memory == "discrete":
-                return _DeviceChunk(nbytes, self._chunks)
-            return HostChunk(nbytes, owner=self.name, counter=self._chunks)
+                chunk = _DeviceChunk(nbytes, self._chunks)
+            else:
+                chunk = HostChunk(nbytes, owner=self.name, counter=self._chunks)
+            self._allocations += 1
+            return chunk
 
     def map_pages(self, pages: Bytes) -> Chunk:
         if not self._facts.maps_files:
             return super().map_pages(pages)
-        return MappedChunk(pages, self._mapped)
+        needed = pages.size + -pages.size % PAGE
+        with self._lock:
+            self._check_there()
+            free = self._free_bytes()
+            if self._facts.pins_pages and free is not None and needed > free:
+                raise OutOfDeviceMemoryError(
+                    f"cannot pin {needed:,} bytes of a mapped file",
+                    backend=self._facts.backend,
+                    needed=needed,
+                    available=free,
+                    remedy="Place fewer tensors on the device, or load a part with select",
+                )
+            return MappedChunk(pages, self._mapped)
 
     def staging(self, nbytes: int) -> Staging:
-        return HostStaging(nbytes, owner=self.name, counter=self._staging)
+        with self._lock:
+            self._check_there()
+            return HostStaging(nbytes, owner=self.name, counter=self._staging)
 
     def upload(self, staging: Staging, copies: Sequence[Copy]) -> Ticket:
         ticket = _DeferredTicket(self, staging, tuple(copies))
         with self._lock:
+            self._check_there()
             self._queue.append(ticket)
         return ticket
 
@@ -179,15 +201,14 @@ class SimulatedBackend(Backend):
         """Carry out uploads, in order, up to and including this one."""
         with self._lock:
             while not ticket.finished:
-                if self._lost:
-                    raise self._lost_error()
+                self._check_there()
                 head = self._queue.pop(0)
                 started = time.perf_counter()
                 try:
                     for copy in head.copies:
                         _write(copy.chunk, copy.offset, head.staging.view[copy.source_offset :][: copy.nbytes])
                 except OSError:  # the memory behind the device has run out
-                    self._lost = True
+                    self._go_away()
                     raise self._lost_error() from None
                 nbytes = sum(copy.nbytes for copy in head.copies)
                 if self._bytes_per_second:
@@ -199,13 +220,22 @@ class SimulatedBackend(Backend):
     def _lost_error(self) -> DeviceLostError:
         return DeviceLostError("the device was lost", backend=self._facts.backend, remedy="Open the backend again")
 
-    def lose(self) -> None:
-        """From now on the device answers nothing any more."""
-        self._lost = True
-
-    def read(self, chunk: Chunk, offset: int, destination: Bytes) -> None:
+    def _check_there(self) -> None:
         if self._lost:
             raise self._lost_error()
+
+    def _go_away(self) -> None:
+        # Uploads that have not happened never will: their tickets raise, and nothing of them is in flight.
+        self._lost = True
+        self._queue.clear()
+
+    def lose(self) -> None:
+        """From now on the device answers nothing any more. What it had is still closed as usual."""
+        with self._lock:
+            self._go_away()
+
+    def read(self, chunk: Chunk, offset: int, destination: Bytes) -> None:
+        self._check_there()
         if isinstance(chunk, _DeviceChunk):
             chunk.read(offset, destination)
         else:
@@ -213,13 +243,15 @@ class SimulatedBackend(Backend):
             np.copyto(destination, chunk.view[offset : offset + destination.size])
 
     def linear(self, weight: Sequence[Slice], x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        self._check_there()
         return linear_by_decoding(self.read, weight, x, multiply_with_blas)
 
     def statistics(self) -> dict[str, Any]:
-        """Also: bytes mapped and pinned, copies done and their bytes, uploads in flight and their bytes."""
+        """Also: allocations so far, bytes mapped and pinned, copies done and their bytes, uploads in flight and theirs."""
         with self._lock:
             waiting = sum(copy.nbytes for ticket in self._queue for copy in ticket.copies)
             return memory_statistics(self._chunks, self._staging) | {
+                "allocations": self._allocations,
                 "mapped_bytes": self._mapped.live_bytes,
                 "pinned_bytes": self._mapped.live_bytes if self._facts.pins_pages else 0,
                 "copies": self._copies,

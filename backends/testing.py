@@ -286,6 +286,9 @@ class BackendWrapper(Backend):
     def allocate(self, nbytes: int) -> Chunk:
         return self.inner.allocate(nbytes)
 
+    def map_pages(self, pages: Bytes) -> Chunk:
+        return self.inner.map_pages(pages)
+
     def staging(self, nbytes: int) -> Staging:
         return self.inner.staging(nbytes)
 
@@ -310,7 +313,7 @@ def default_fault(method: str) -> Exception:
     match method:
         case "allocate":
             return OutOfDeviceMemoryError("no memory left (a fault made by a test)", backend="faulty")
-        case "staging":
+        case "staging" | "map_pages":
             return OutOfHostMemoryError("no memory left (a fault made by a test)", backend="faulty")
         case _:
             return DeviceLostError("the device is gone (a fault made by a test)", backend="faulty")
@@ -321,12 +324,14 @@ class FaultyBackend(BackendWrapper):
 
     Args:
         inner: The backend that does the work.
-        fail: For ``allocate``, ``staging``, ``upload``, ``wait``, ``read`` or ``linear``: which call fails, counted
-            from 1. All other calls work.
+        fail: For ``allocate``, ``map_pages``, ``staging``, ``upload``, ``wait``, ``read`` or ``linear``: which call
+            fails, counted from 1. All other calls work.
         errors: The error to raise for a method, where it is not :func:`default_fault`.
     """
 
-    METHODS: ClassVar[frozenset[str]] = frozenset({"allocate", "staging", "upload", "wait", "read", "linear"})
+    METHODS: ClassVar[frozenset[str]] = frozenset(
+        {"allocate", "map_pages", "staging", "upload", "wait", "read", "linear"}
+    )
 
     def __init__(
         self, inner: Backend, fail: Mapping[str, int], *, errors: Mapping[str, Exception] | None = None
@@ -352,6 +357,10 @@ class FaultyBackend(BackendWrapper):
     def allocate(self, nbytes: int) -> Chunk:
         self.count("allocate")
         return super().allocate(nbytes)
+
+    def map_pages(self, pages: Bytes) -> Chunk:
+        self.count("map_pages")
+        return super().map_pages(pages)
 
     def staging(self, nbytes: int) -> Staging:
         self.count("staging")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ggufstream.backends.arena import Arena, ChunkArena
-from ggufstream.backends.base import Backend, Chunk, Copy, Intent, Staging, Ticket
+from ggufstream.backends.base import Backend, Chunk, Copy, Intent, Slice, Staging, Ticket
 from ggufstream.backends.host_memory import Counter, DoneTicket, HostChunk, HostStaging, anonymous_memory, copy_now
 from ggufstream.backends.simulated import PROFILES, SimulatedBackend
-from ggufstream.backends.testing import BackendConformance, random_bytes
+from ggufstream.backends.testing import BackendConformance, FaultyBackend, random_bytes
 from ggufstream.errors import (
     DeviceLostError,
     OptionError,
@@ -24,12 +26,16 @@ from ggufstream.errors import (
     UnsupportedByDeviceError,
 )
 from ggufstream.ggml_types import BY_ID, BY_NAME
-from ggufstream.layouts import Bytes, Planar
+from ggufstream.layouts import Bytes, Extent, Planar, Raw
+from ggufstream.loader import load
+from ggufstream.pages import PAGE
 from ggufstream.plan import DEVICE, LoadPlan
 from ggufstream.ranges import Range
 from ggufstream.repack import destinations, flush, pack, staged_bytes, staged_copies
 from ggufstream.upload import InFlight, SlabPool, Uploads
+from ggufstream.verification import verify
 from tests.plans import Device, Spec, index_of, plan_of
+from tests.small_models import write_model
 
 
 @pytest.fixture
@@ -123,18 +129,86 @@ def test_a_ticket_waits_for_those_before_it(stack: ExitStack) -> None:
     assert (contents(backend, chunk) == 3).all()
 
 
-def test_a_lost_device_answers_nothing(stack: ExitStack) -> None:
-    backend = opened(stack)
-    chunk = chunk_of(stack, backend, 100)
-    staging = staged(stack, backend, random_bytes(100))
-    before = backend.upload(staging, [Copy(0, chunk, 0, 100)])
+@pytest.mark.parametrize("profile", ["discrete-24g", "metal-alias"])
+def test_a_lost_device_answers_nothing(stack: ExitStack, profile: str) -> None:
+    backend = opened(stack, profile)
+    chunk = chunk_of(stack, backend, 128)
+    data = staged(stack, backend, random_bytes(128))
+    before = backend.upload(data, [Copy(0, chunk, 0, 128)])
     before.wait()
-    late = backend.upload(staging, [Copy(0, chunk, 0, 100)])
+    late = backend.upload(data, [Copy(0, chunk, 0, 128)])
     backend.lose()
     before.wait()  # what had finished has finished
-    for ask in (late.wait, lambda: contents(backend, chunk)):
-        with pytest.raises(DeviceLostError, match="discrete-24g"):
+    part = Slice(
+        chunk=chunk, offset=0, nbytes=128, extent=Extent(type=BY_NAME["F32"], rows=1, row_blocks=32), layout=Raw()
+    )
+    asks: list[Callable[[], object]] = [
+        late.wait,
+        lambda: contents(backend, chunk),
+        lambda: backend.allocate(1),
+        lambda: backend.staging(1),
+        lambda: backend.upload(data, []),
+        lambda: backend.linear([part], np.ones((1, 32), np.float32)),
+    ]
+    if backend.capabilities.maps_files:
+        asks.append(lambda: backend.map_pages(np.zeros(PAGE, np.uint8)))
+    for ask in asks:
+        with pytest.raises(DeviceLostError, match=profile):
             ask()
+    statistics = backend.statistics()
+    assert (statistics["uploads_in_flight"], statistics["in_flight_bytes"]) == (0, 0)
+
+
+def test_pinned_pages_are_part_of_the_budget(stack: ExitStack) -> None:
+    backend = opened(stack, "metal-alias")
+    budget = backend.capabilities.budget_bytes
+    assert budget is not None
+    mapped = backend.map_pages(np.zeros(PAGE + 1, np.uint8))
+    stack.callback(mapped.close)
+    left = budget - 2 * PAGE
+    assert backend.capabilities.budget_bytes == left
+    pages = np.broadcast_to(np.uint8(0), left + 1)  # takes no memory
+    with pytest.raises(OutOfDeviceMemoryError) as caught:
+        backend.map_pages(pages)
+    assert (caught.value.needed, caught.value.available) == (left + PAGE, left)
+    assert "select" in caught.value.remedy
+    backend.map_pages(pages[:left]).close()
+    unpinned = opened(stack, "gb10")
+    budget = unpinned.capabilities.budget_bytes
+    assert budget is not None
+    unpinned.map_pages(np.broadcast_to(np.uint8(0), budget + PAGE)).close()
+
+
+def test_allocations_are_counted(stack: ExitStack) -> None:
+    backend = opened(stack)
+    for _ in range(3):
+        backend.allocate(100).close()
+    with pytest.raises(OutOfDeviceMemoryError):
+        backend.allocate(1 << 60)
+    assert backend.statistics()["allocations"] == 3
+
+
+def mappings_of(path: Path) -> list[str]:
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path))]
+
+
+@pytest.mark.asyncio
+async def test_pages_that_cannot_be_mapped_end_the_load_and_leave_nothing(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf")
+    for n in itertools.count(1):
+        backend = FaultyBackend(SimulatedBackend("metal-alias", halves=False), fail={"map_pages": n})
+        try:
+            model = await load(path, backend=backend)
+        except OutOfHostMemoryError:
+            statistics = backend.statistics()
+            assert (statistics["live_bytes"], statistics["staging_bytes"], statistics["mapped_bytes"]) == (0, 0, 0)
+            assert mappings_of(path) == []
+            async with await load(path, backend=backend) as again:  # the same backend, for another load
+                assert (await verify(again)).differing == ()
+        else:
+            await model.aclose()
+            break
+    assert n > 2
 
 
 @pytest.mark.parametrize("profile", PROFILES)
