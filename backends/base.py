@@ -48,6 +48,8 @@ class Capabilities:
     """Every slice starts at a multiple of this within its chunk. At least 16."""
     plane_alignment: int = 16
     """Alignment of planes within a slice of layout ``planar``."""
+    memory_id: str = ""
+    """Devices with the same one share their memory and its budget; an empty one is shared with nobody."""
     maps_files: bool = False
     """The device can read the pages of a mapped file (``Backend.map_pages``)."""
     prefers_mapping: bool = False

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from ggufstream.backends.base import Backend, Capabilities, Chunk, Copy, Intent, Slice, Staging, Ticket
 from ggufstream.backends.host_memory import (
     HOST_CHUNK_BYTES,
+    HOST_MEMORY,
     Counter,
     HostChunk,
     HostStaging,
@@ -41,6 +42,7 @@ class CpuScalarBackend(Backend):
             device="host memory",
             memory="host",
             direct=direct,
+            memory_id=HOST_MEMORY,
             budget_bytes=None,
             chunk_bytes=HOST_CHUNK_BYTES,
             max_chunk_bytes=1 << 46,

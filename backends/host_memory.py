@@ -17,6 +17,7 @@ from ggufstream.pages import PAGE
 
 __all__ = [
     "HOST_CHUNK_BYTES",
+    "HOST_MEMORY",
     "Counter",
     "DoneTicket",
     "HostChunk",
@@ -26,6 +27,9 @@ __all__ = [
     "copy_now",
     "memory_statistics",
 ]
+
+HOST_MEMORY = "host"
+"""``Capabilities.memory_id`` of the host's own memory."""
 
 HOST_CHUNK_BYTES = 256 << 20
 """Preferred size of a chunk of host memory."""

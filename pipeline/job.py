@@ -41,9 +41,9 @@ from ggufstream.events import (
 from ggufstream.gguf_file import FileIndex, checked_path, read_index
 from ggufstream.model import Model
 from ggufstream.options import LoadChanges, LoadOptions, Placement
-from ggufstream.pages import Residency, rss_bytes
+from ggufstream.pages import Residency, available_memory, rss_bytes
 from ggufstream.plan import ArenaPlan, LoadPlan, check_fits, check_tables, make_plan
-from ggufstream.read import MappedSource, Source, choose_io, open_source
+from ggufstream.read import MappedSource, Source, choose_io, on_network, open_source
 from ggufstream.release import Releaser
 from ggufstream.report import ArenaReport, FallbackReport, LoadReport, PlacementReport
 from ggufstream.row_tables import RowTables
@@ -78,12 +78,23 @@ async def submit(
     for device in given:
         if not isinstance(device, str | Backend):
             raise OptionError(f"{device!r} is neither the name of a backend nor an open one")
-    fixed = {"device", "upload", "validation"} & changes.keys()
-    if fixed and any(isinstance(device, Backend) for device in given) and chosen.upload != "alias":
+    opened = [device for device in given if isinstance(device, Backend)]
+    if len({id(backend) for backend in opened}) < len(opened):
+        raise OptionError("the same open backend is given twice among the devices", remedy="Open it once for each use")
+    fixed = {"device", "validation"} & changes.keys()
+    if fixed and opened:
         raise OptionError(
             f"{', '.join(sorted(fixed))} cannot be changed for a backend that is open already",
             remedy="Open the backend with it, or give the backend's name",
         )
+    for backend in opened:
+        way = "direct" if backend.capabilities.direct else "staged"
+        if chosen.upload not in {"auto", "alias", way}:
+            raise OptionError(
+                f"upload={chosen.upload} is asked for, but the open backend {backend.capabilities.backend} was opened "
+                f"for {way} uploads",
+                remedy="Open the backend with it, or give the backend's name",
+            )
     for sink in sinks:
         if iscoroutinefunction(sink) or not callable(sink):
             raise OptionError(f"{sink!r} cannot be a sink", remedy="Give a plain function of one event")
@@ -319,8 +330,9 @@ class LoadJob:
         return backends
 
     def _plan(self, index: FileIndex, backends: Sequence[Backend]) -> LoadPlan:
-        load_plan = make_plan(index, backends=backends, options=self._options)
-        check_fits(load_plan)
+        remote = {i for i, shard in enumerate(index.shards) if on_network(shard)}
+        load_plan = make_plan(index, backends=backends, options=self._options, unmappable=remote)
+        check_fits(load_plan, host_bytes=available_memory())
         check_tables(load_plan, self._options)
         return load_plan
 

@@ -12,7 +12,7 @@ Where the device reads host pages, a tensor that goes in unchanged is not copied
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -109,7 +109,7 @@ class Decider:
         backends: The devices.
         options: The caller's options.
         overrides: The caller's overrides, parsed.
-        device_of_layer: Index of the device for each layer.
+        unmappable: Shards on network file systems, which are only mapped on demand.
     """
 
     def __init__(
@@ -117,13 +117,13 @@ class Decider:
         backends: Sequence[Backend],
         options: LoadOptions,
         overrides: Overrides,
-        device_of_layer: Mapping[int, int],
+        unmappable: Collection[int] = (),
     ) -> None:
         self._backends = backends
         self._capabilities = [backend.capabilities for backend in backends]
         self._options = options
         self._overrides = overrides
-        self._device_of_layer = device_of_layer
+        self._unmappable = unmappable
 
     def is_lazy(self, tensor: TensorInfo, intent: Intent) -> bool:
         """Whether the lazy mode leaves this tensor in the file."""
@@ -137,8 +137,8 @@ class Decider:
             case _:
                 return True
 
-    def decide(self, tensor: TensorInfo, role: Role) -> Decision:
-        """Where this tensor goes.
+    def decide(self, tensor: TensorInfo, role: Role, layer_device: int) -> Decision:
+        """Where this tensor goes, if its layer is on device ``layer_device``.
 
         Raises:
             OptionError: An override asks for what cannot be.
@@ -146,9 +146,8 @@ class Decider:
         override = self._overrides.find(tensor.name)  # asked in any case: a pattern that only meets lazy tables matches
         if self.is_lazy(tensor, role.intent):
             return Decision(placement=Placement.ROWS, layout=Raw(), reason=f"lookup table, lazy={self._options.lazy}")
-        device = self._device_of_layer[role.layer]
         if override is None:
-            return self._resolve(tensor, role, device)
+            return self._resolve(tensor, role, layer_device)
         because = f"override {override.pattern.pattern!r}"
         match override.placement:
             case Placement.HOST:
@@ -162,7 +161,11 @@ class Decider:
                     )
                 return Decision(placement=Placement.ROWS, layout=Raw(), reason=because)
             case _:
-                chosen = self._resolve(tensor, role, device if override.device is None else override.device)
+                device = layer_device if override.device is None else override.device
+                chosen = self._resolve(tensor, role, device)
+                if chosen.placement is Placement.HOST and role.intent == Intent.LOOKUP:
+                    # Rows would be read on the host; the caller wants the table on the device all the same.
+                    chosen = self._on_device(tensor, device, Raw(), "lookup table")
                 return replace(chosen, reason=f"{chosen.reason}; {because}")
 
     def _resolve(self, tensor: TensorInfo, role: Role, device: int) -> Decision:
@@ -205,6 +208,8 @@ class Decider:
         )
         if not wanted or tensor.nbytes == 0:
             return False, ""
+        if tensor.shard in self._unmappable and self._options.upload == "auto" and self._options.io == "auto":
+            return False, "network file systems are not mapped unless asked for"
         if not layout.verbatim:
             return False, f"layout {layout.name} is not the file's"
         if tensor.offset % capabilities.slice_alignment:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from ggufstream.backends.base import Backend, Capabilities
@@ -179,7 +180,7 @@ class LoadPlan:
             "backend": self.backend,
             "device": self.device,
             "budget_bytes": devices[0]["budget_bytes"] if len(devices) == 1 else None,
-            "fits": all(device["fits"] for device in devices),
+            "fits": all(m.available is None or m.needed <= m.available for m in _memories(self, None)),
             "devices": devices,
             "tensors": [_entry_dict(entry) for entry in self.entries],
             "arenas": [
@@ -205,7 +206,6 @@ def _device_dict(load_plan: LoadPlan, i: int) -> dict[str, Any]:
         "device": device.device,
         "budget_bytes": device.budget_bytes,
         "planned_bytes": planned,
-        "fits": device.budget_bytes is None or planned <= device.budget_bytes,
     }
 
 
@@ -227,13 +227,16 @@ def _entry_dict(entry: PlanEntry) -> dict[str, Any]:
     }
 
 
-def make_plan(index: FileIndex, *, backends: Sequence[Backend], options: LoadOptions) -> LoadPlan:
+def make_plan(
+    index: FileIndex, *, backends: Sequence[Backend], options: LoadOptions, unmappable: Collection[int] = ()
+) -> LoadPlan:
     """Decide everything about a load. Pure: reads nothing, allocates nothing.
 
     Args:
         index: What the headers say.
         backends: The devices; layers are split over them in order.
         options: The caller's options.
+        unmappable: Shards on network file systems, which are not mapped unless that is asked for.
 
     Raises:
         OptionError: ``intents`` names a tensor that the file does not have, ``select`` matches none, or an override
@@ -252,11 +255,12 @@ def make_plan(index: FileIndex, *, backends: Sequence[Backend], options: LoadOpt
         )
     names = {tensor.name for tensor in chosen}
     overrides = Overrides(options.overrides, devices=len(devices))
-    layers = _split_layers(chosen, known, devices, options)
-    planner = _Planner(Decider(backends, options, overrides, layers), devices)
+    decider = Decider(backends, options, overrides, unmappable)
+    layers = _split_layers(chosen, known, devices, options, decider)
+    planner = _Planner(decider, devices)
     # Slices are numbered, and arenas filled, in the order in which a forward pass needs the tensors.
     order = sorted(range(len(chosen)), key=lambda i: (known[chosen[i].name].layer, chosen[i].shard, chosen[i].offset))
-    entries = {i: planner.entry(chosen[i], known[chosen[i].name]) for i in order}
+    entries = {i: planner.entry(chosen[i], known[chosen[i].name], layers) for i in order}
     return LoadPlan(
         path=index.path,
         devices=devices,
@@ -274,27 +278,55 @@ def make_plan(index: FileIndex, *, backends: Sequence[Backend], options: LoadOpt
     )
 
 
-def check_fits(load_plan: LoadPlan) -> None:
-    """Compare the plan with the devices' memory budgets.
+def check_fits(load_plan: LoadPlan, *, host_bytes: int | None = None) -> None:
+    """Compare the plan with the memory that there is: of each device, and of the host where it holds tensors.
 
     Raises:
         OutOfDeviceMemoryError: It does not fit; the message names the largest tensors.
     """
-    for i, device in enumerate(load_plan.devices):
-        needed, available = load_plan.planned_bytes(i), device.budget_bytes
-        if available is None or needed <= available:
+    for where in _memories(load_plan, host_bytes):
+        if where.available is None or where.needed <= where.available:
             continue
-        there = [entry for entry in load_plan.entries if entry.device == i]
+        there = [entry for entry in load_plan.entries if entry.arena in where.arenas]
         largest = sorted(there, key=lambda entry: entry.device_bytes, reverse=True)[:3]
         names = ", ".join(f"{entry.tensor.name} ({entry.device_bytes:,})" for entry in largest)
         raise OutOfDeviceMemoryError(
-            f"{load_plan.path} needs {needed:,} bytes on {device.device}, which has {available:,} available; "
+            f"{load_plan.path} needs {where.needed:,} bytes on {where.name}, which has {where.available:,} available; "
             f"the largest tensors are {names}",
-            backend=device.backend,
-            needed=needed,
-            available=available,
+            backend=where.backend,
+            needed=where.needed,
+            available=where.available,
             remedy="Free device memory, choose another device or backend, or load a part with select",
         )
+
+
+@dataclass(slots=True)
+class _Memory:
+    """One memory, and what is planned there."""
+
+    name: str
+    backend: str
+    available: int | None
+    needed: int = 0
+    arenas: set[str] = field(default_factory=set)
+
+
+def _memories(load_plan: LoadPlan, host_bytes: int | None) -> list[_Memory]:
+    """Every memory of the plan. Devices that share theirs are one."""
+    found: dict[str, _Memory] = {}
+    for arena in load_plan.arenas.values():
+        if arena.device is None:
+            key, memory = "host", _Memory("the host", "host", host_bytes)
+        else:
+            device = load_plan.devices[arena.device]
+            key = device.memory_id or f"#{arena.device}"
+            memory = _Memory(device.device, device.backend, device.budget_bytes)
+            if arena.spans and not device.pins_pages:
+                continue  # the file's pages, which the system takes back where memory is short
+        memory = found.setdefault(key, memory)
+        memory.needed += arena.planned_bytes
+        memory.arenas.add(arena.name)
+    return list(found.values())
 
 
 def check_tables(load_plan: LoadPlan, options: LoadOptions) -> None:
@@ -351,34 +383,71 @@ def _roles(index: FileIndex, options: LoadOptions) -> dict[str, Role]:
     for name, role in result.items():
         intent = None if intents is None else intents.get(name) if isinstance(intents, Mapping) else intents(name)
         if intent is not None:
+            if not isinstance(intent, Intent) or not intent:
+                raise OptionError(f"intents gives {intent!r} for {name}", remedy="Give a non-empty Intent, or None")
             result[name] = Role(intent=intent, layer=role.layer)
     return result
 
 
 def _split_layers(
-    tensors: Iterable[TensorInfo], known: Mapping[str, Role], devices: Sequence[Capabilities], options: LoadOptions
+    tensors: Iterable[TensorInfo],
+    known: Mapping[str, Role],
+    devices: Sequence[Capabilities],
+    options: LoadOptions,
+    decider: Decider,
 ) -> dict[int, int]:
     """The device of each layer: consecutive layers, in proportion to the weights, or to what each device has free."""
-    nbytes: Counter[int] = Counter()
-    for tensor in tensors:
-        nbytes[known[tensor.name].layer] += tensor.nbytes
     shares = options.device_weights or _free_shares(devices)
     if len(shares) != len(devices):
         raise OptionError(
             f"device_weights has {len(shares)} values, and there are {len(devices)} devices",
             remedy="Give one weight a device",
         )
-    total_share, total = sum(shares), sum(nbytes.values())
+    if len(devices) == 1:
+        return dict.fromkeys((role.layer for role in known.values()), 0)
+    costs = _layer_costs(tensors, known, len(devices), decider)
+    # Layers are laid side by side, each as wide as it is on the mean device, and the shares beside them: a layer goes
+    # to the device whose share covers most of it.
+    widths = {layer: sum(costs[layer]) / len(devices) for layer in sorted(costs)}
+    total = sum(widths.values())
+    ends = [share / sum(shares) * total for share in accumulate(shares)]
+    takers = [device for device in range(len(devices)) if shares[device]]
     result: dict[int, int] = {}
-    device, before, end = 0, 0, shares[0] / total_share * total
-    for layer in sorted(nbytes):
-        # A layer goes where its middle lies; no device is passed over while it has none.
-        while before + nbytes[layer] / 2 > end and device in result.values() and device + 1 < len(devices):
-            device += 1
-            end += shares[device] / total_share * total
-        result[layer] = device
-        before += nbytes[layer]
+    before = 0.0
+    for layer, width in widths.items():
+        after = before + width
+        covered = {d: min(after, ends[d]) - max(before, ends[d - 1] if d else 0.0) for d in takers}
+        result[layer] = max(covered, key=lambda d: covered[d])
+        takers = [d for d in takers if d >= result[layer]]
+        before = after
+    if options.device_weights is None:
+        _relieve(result, costs, devices)
     return result
+
+
+def _layer_costs(
+    tensors: Iterable[TensorInfo], known: Mapping[str, Role], devices: int, decider: Decider
+) -> dict[int, list[int]]:
+    """Bytes that each layer takes on each device: layouts differ, tables may stay in the file, halves may be widened."""
+    costs: dict[int, list[int]] = {}
+    for tensor in tensors:
+        role = known[tensor.name]
+        layer = costs.setdefault(role.layer, [0] * devices)
+        for device in range(devices):
+            decision = decider.decide(tensor, role, device)
+            if decision.device == device:
+                whole = Extent(type=tensor.type, rows=tensor.rows, row_blocks=tensor.row_blocks)
+                layer[device] += decision.layout.nbytes(whole)
+    return costs
+
+
+def _relieve(layers: dict[int, int], costs: Mapping[int, Sequence[int]], devices: Sequence[Capabilities]) -> None:
+    """Move the last layers of a device that is over its budget to the next."""
+    for device in range(len(devices) - 1):
+        budget = devices[device].budget_bytes
+        mine = [layer for layer in sorted(layers) if layers[layer] == device]
+        while mine and budget is not None and sum(costs[layer][device] for layer in mine) > budget:
+            layers[mine.pop()] = device + 1
 
 
 def _free_shares(devices: Sequence[Capabilities]) -> Sequence[float]:
@@ -428,10 +497,9 @@ def _spans(tensors: Iterable[TensorInfo]) -> tuple[Span, ...]:
 
 
 def _place(tensor: TensorInfo, spans: Sequence[Span]) -> tuple[int, int]:
-    for i, span in enumerate(spans):
-        if span.shard == tensor.shard and span.first * PAGE <= tensor.offset < span.last * PAGE:
-            return i, tensor.offset - span.first * PAGE
-    raise AssertionError(f"{tensor.name} is in no span")
+    """The span that holds a tensor, and its offset there. ``spans`` is in file order."""
+    i = bisect_right(spans, (tensor.shard, tensor.offset // PAGE), key=lambda span: (span.shard, span.first)) - 1
+    return i, tensor.offset - spans[i].first * PAGE
 
 
 class _Planner:
@@ -448,8 +516,8 @@ class _Planner:
                 self.arenas[i, True] = _ArenaBuilder(f"mapped{suffix}", i, 1, mapped=True)
         self.arenas[None, False] = _ArenaBuilder(HOST, None, HOST_ALIGNMENT)
 
-    def entry(self, tensor: TensorInfo, role: Role) -> PlanEntry:
-        decision = self._decider.decide(tensor, role)
+    def entry(self, tensor: TensorInfo, role: Role, layers: Mapping[int, int]) -> PlanEntry:
+        decision = self._decider.decide(tensor, role, layers[role.layer])
         arena = None if decision.placement is Placement.ROWS else self.arenas[decision.device, decision.mapped]
         slices = () if arena is None or tensor.nbytes == 0 else tuple(self._slices(tensor, decision, arena))
         reason = decision.reason

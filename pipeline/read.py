@@ -29,7 +29,7 @@ from ggufstream.pages import MADV_DONTNEED, MADV_POPULATE_READ, PAGE, Residency,
 from ggufstream.plan import LoadPlan
 from ggufstream.ranges import Range
 
-__all__ = ["Choice", "DirectSource", "MappedSource", "PreadSource", "Source", "choose_io", "open_source"]
+__all__ = ["Choice", "DirectSource", "MappedSource", "PreadSource", "Source", "choose_io", "on_network", "open_source"]
 
 NETWORK = ("nfs", "cifs", "smb", "ceph", "fuse", "9p", "lustre", "gpfs", "glusterfs", "afs", "virtiofs")
 _WARM = 0.5
@@ -57,15 +57,20 @@ def choose_io(shard: Shard, residency: Residency, *, asked: IOMode, copies_only:
         return Choice("mmap", "a device reads the file's pages")
     if asked != "auto":
         return Choice(asked, "asked for")
-    kind = filesystem_type(shard.identity.device)
     cached = f"{residency.fraction:.0%} of the file is in the page cache"
     if residency.fraction < _WARM:
         return Choice("direct", cached)
-    if kind.startswith(NETWORK):
+    if on_network(shard):
+        kind = filesystem_type(shard.identity.device)
         return Choice("pread", f"{cached}; {kind} is a network file system and is never mapped")
     if copies_only:
         return Choice("pread", f"{cached}; bytes go straight to their destination")
     return Choice("mmap", f"{cached}; packing reads the mapping")
+
+
+def on_network(shard: Shard) -> bool:
+    """Whether a file is on a network file system, where another machine may cut it at any time."""
+    return filesystem_type(shard.identity.device).startswith(NETWORK)
 
 
 def open_source(shard: Shard, plan: LoadPlan, choice: Choice) -> Source:

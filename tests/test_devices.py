@@ -19,10 +19,10 @@ from ggufstream.backends.profiles import PROFILES
 from ggufstream.backends.simulated import SimulatedBackend
 from ggufstream.backends.testing import BackendConformance
 from ggufstream.backends.vulkan import VulkanBackend
-from ggufstream.errors import OptionError, UnsupportedByDeviceError
+from ggufstream.errors import OptionError, OutOfDeviceMemoryError, UnsupportedByDeviceError
 from ggufstream.pages import PAGE, page_span
-from ggufstream.plan import LoadPlan, make_plan
-from tests.plans import Spec, index_of, plan_of
+from ggufstream.plan import LoadPlan, check_fits, make_plan
+from tests.plans import Device, Spec, index_of, plan_of
 from tests.small_models import write_model
 
 MAPPING = ("metal-alias", "gb10")
@@ -240,8 +240,8 @@ def test_the_lazy_mode_wins_over_everything(profile: str, io: str, lazy: str, pl
         if name in lazy_names or place == "ROWS":
             assert placements[name] is Placement.ROWS
         else:
-            # A plain lookup table that is not lazy has no use on these devices, whoever asks: rows are read on the host.
-            assert placements[name] is Placement.HOST
+            # Rows are read on the host, unless the caller wants the table on the device.
+            assert placements[name] is (Placement.HOST if place in {None, "HOST"} else Placement.ARENA)
     assert placements["blk.0.attn_q.weight"] is Placement.ARENA
     assert load_plan.warnings == ()
 
@@ -291,8 +291,8 @@ def test_layers_are_split_in_order_and_in_proportion(weights: list[float] | None
     devices = [entry.device for entry in sorted(load_plan.entries, key=lambda entry: entry.layer)]
     assert devices == sorted(devices)
     share = (weights or [1, 1])[0] / sum(weights or [1, 1])
-    layer_share = 1 / 32
-    assert abs(load_plan.planned_bytes(0) / index.tensor_bytes - share) <= layer_share
+    loaded = sum(entry.device_bytes for entry in load_plan.entries)
+    assert abs(load_plan.planned_bytes(0) / loaded - share) <= (1 / 32 if share else 0)
     assert load_plan.arenas["device:0"].device == 0
     assert load_plan.to_dict()["devices"][1]["planned_bytes"] == load_plan.planned_bytes(1)
 
@@ -328,7 +328,7 @@ async def test_two_devices_on_llvmpipe_are_one_load(mixed: Path, upload: str) ->
 @pytest.mark.asyncio
 async def test_devices_of_different_kinds_are_one_load(mixed: Path) -> None:
     kinds = ["simulated:discrete-24g", "simulated:metal-alias", CpuBackend()]
-    async with await ggufstream.load(mixed, devices=kinds, device_weights=[1, 1, 1], range_bytes=16 << 10) as model:
+    async with await ggufstream.load(mixed, devices=kinds, device_weights=[14, 3, 3], range_bytes=16 << 10) as model:
         assert set(model.report.upload.split("+")) == {"staged", "alias", "direct"}
         assert {weight.device for weight in model.values()} >= {0, 1, 2}
         assert (await ggufstream.verify(model)).differing == ()
@@ -341,3 +341,106 @@ async def test_the_device_that_is_full_is_named(mixed: Path) -> None:
         await ggufstream.load(mixed, backend="cpu", device_weights=[1, 2])
     with pytest.raises(OptionError, match="both given"):
         await ggufstream.load(mixed, backend="cpu", devices=["cpu"])
+
+
+def test_a_table_that_stays_in_the_file_weighs_nothing_in_the_split() -> None:
+    index = index_of(
+        [Spec("per_layer_token_embd.weight", "Q8_0", (64, 40_000))]
+        + [Spec(f"blk.{n}.attn_q.weight", "Q8_0", (64, 1000)) for n in range(20)]
+        + [Spec("output.weight", "Q8_0", (64, 10))]
+    )
+    backends = [SimulatedBackend(), SimulatedBackend()]
+    load_plan = make_plan(index, backends=backends, options=ggufstream.LoadOptions(lazy="on"))
+    assert abs(load_plan.planned_bytes(0) - load_plan.planned_bytes(1)) <= 2 * 68_000
+
+
+def test_halves_weigh_what_they_take_where_they_are_widened() -> None:
+    index = index_of([Spec(f"blk.{n}.attn_q.weight", "F16", (64, 1000)) for n in range(30)])
+    backends = [SimulatedBackend(halves=False), SimulatedBackend(halves=False)]
+    load_plan = make_plan(index, backends=backends, options=ggufstream.LoadOptions())
+    assert load_plan.planned_bytes(0) == load_plan.planned_bytes(1) == index.tensor_bytes
+
+
+def test_a_device_that_would_be_too_full_gives_its_last_layers_to_the_next() -> None:
+    index = index_of([Spec(f"blk.{n}.attn_q.weight", "F16", (1024, 1024)) for n in range(80)])
+    small = SimulatedBackend("tiny")  # 64 MiB, and widens: 4 MiB a layer
+    load_plan = make_plan(index, backends=[small, SimulatedBackend("tiny")], options=ggufstream.LoadOptions())
+    assert load_plan.planned_bytes(0) <= 64 << 20
+    with pytest.raises(OutOfDeviceMemoryError):
+        check_fits(load_plan)
+    wide = make_plan(index, backends=[small, SimulatedBackend()], options=ggufstream.LoadOptions())
+    check_fits(wide)
+    assert wide.planned_bytes(1) >= 64 * (2 << 20)
+
+
+def test_devices_that_share_memory_share_its_budget() -> None:
+    index = index_of([Spec(f"blk.{n}.attn_q.weight", "Q8_0", (1024, 1024)) for n in range(8)])
+
+    def planned(shared: str) -> LoadPlan:
+        devices = [Device("tiny", memory_id=shared, budget_bytes=6 << 20) for _ in range(2)]
+        return make_plan(index, backends=devices, options=ggufstream.LoadOptions())
+
+    check_fits(planned(""))
+    assert planned("").to_dict()["fits"]
+    with pytest.raises(OutOfDeviceMemoryError) as caught:
+        check_fits(planned("one"))
+    assert (caught.value.needed, caught.value.available) == (index.tensor_bytes, 6 << 20)
+    assert not planned("one").to_dict()["fits"]
+
+
+def test_only_the_device_that_is_full_is_named() -> None:
+    index = index_of([Spec(f"blk.{n}.attn_q.weight", "Q8_0", (1024, 1024)) for n in range(8)])
+    devices = [Device("discrete-24g"), Device("discrete-24g", device="the small one", budget_bytes=1 << 20)]
+    options = ggufstream.LoadOptions(device_weights=[1, 1])
+    with pytest.raises(OutOfDeviceMemoryError, match="the small one"):
+        check_fits(make_plan(index, backends=devices, options=options))
+
+
+def test_host_memory_is_a_memory_too() -> None:
+    index = index_of([Spec("blk.0.attn_q.weight", "Q8_0", (1024, 1024))])
+    load_plan = plan_of(index, overrides=[(".", "HOST")])
+    check_fits(load_plan, host_bytes=index.tensor_bytes)
+    with pytest.raises(OutOfDeviceMemoryError, match="the host"):
+        check_fits(load_plan, host_bytes=index.tensor_bytes - 1)
+
+
+@pytest.mark.parametrize(("profile", "fits"), [("metal-alias", False), ("gb10", True)])
+def test_pages_count_where_they_are_pinned(profile: str, fits: bool) -> None:
+    index = index_of([Spec("blk.0.attn_q.weight", "Q8_0", (1024, 1024))])
+    load_plan = plan_of(index, Device(profile, budget_bytes=4096))
+    assert load_plan.arenas["mapped"].planned_bytes > index.tensor_bytes
+    assert load_plan.to_dict()["fits"] is fits
+
+
+@pytest.mark.parametrize(("options", "mapped"), [({}, False), ({"io": "mmap"}, True), ({"upload": "alias"}, True)])
+def test_network_files_are_mapped_only_on_demand(options: dict[str, Any], mapped: bool) -> None:
+    index = index_of([Spec("blk.0.attn_q.weight", "Q8_0", (64, 100))])
+    chosen = ggufstream.LoadOptions(**options)
+    load_plan = make_plan(index, backends=[SimulatedBackend("gb10")], options=chosen, unmappable={0})
+    (entry,) = load_plan.entries
+    assert (entry.arena == "mapped") == mapped
+    assert ("not mapped unless asked for" in entry.reason) != mapped
+
+
+def test_a_slice_beyond_one_binding_is_not_mapped() -> None:
+    index = index_of([Spec("blk.0.attn_q.weight", "Q8_0", (64, 1000))])
+    load_plan = plan_of(index, Device("gb10", max_slice_bytes=10_000))
+    (entry,) = load_plan.entries
+    assert entry.arena == "device"
+    assert len(entry.slices) > 1
+    assert "one binding reaches" in entry.reason
+
+
+@pytest.mark.asyncio
+async def test_one_open_backend_is_not_two_devices(mixed: Path) -> None:
+    with SimulatedBackend() as backend:
+        with pytest.raises(OptionError, match="given twice"):
+            await ggufstream.load(mixed, devices=[backend, backend])
+
+
+@pytest.mark.asyncio
+async def test_the_way_up_of_an_open_backend_is_not_overruled_in_silence(mixed: Path) -> None:
+    with SimulatedBackend("igpu-unified") as backend:
+        for options in ({"options": ggufstream.LoadOptions(upload="staged")}, {"upload": "staged"}):
+            with pytest.raises(OptionError, match="opened for direct uploads"):
+                await ggufstream.load(mixed, backend=backend, **options)
