@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -178,11 +179,9 @@ class LoadOptions:
             if not isinstance(value, int) or value < least:
                 what = "is too small" if isinstance(value, int) else "is not a whole number"
                 raise OptionError(f"{name}={value!r} {what}", remedy=f"Give at least {least:,}")
-        weights = self.device_weights
-        if weights is not None and not (all(weight >= 0 for weight in weights) and sum(weights) > 0):
-            raise OptionError(
-                f"device_weights={weights!r} cannot be shares", remedy="Give a number a device, none negative"
-            )
+        _check_intents(self.intents)
+        _check_overrides(self.overrides)
+        _check_weights(self.device_weights)
         if not isinstance(self.select, str | None):
             raise OptionError(f"select={self.select!r} is not text", remedy="Give a regular expression as a str")
         if self.select is not None:
@@ -226,6 +225,51 @@ class LoadOptions:
                 except ValueError as error:
                     raise OptionError(f"environment variable {variable}={text!r}: {error}") from None
         return options
+
+
+def _check_intents(intents: object) -> None:
+    if intents is None:
+        return
+    if not isinstance(intents, Mapping):
+        if not callable(intents):
+            raise OptionError(
+                f"intents={intents!r} is neither a mapping nor a function", remedy="Give {name: Intent}, or a function"
+            )
+        return
+    for name, intent in intents.items():
+        if not isinstance(name, str) or not isinstance(intent, Intent) or not intent:
+            raise OptionError(
+                f"intents has {name!r}: {intent!r}, which is not the name of a tensor and its intent",
+                remedy=f"Give one or more of {', '.join(str(flag) for flag in Intent)} of Intent",
+            )
+
+
+def _check_overrides(overrides: object) -> None:
+    remedy = "Give pairs of a regular expression and a place, such as [('attn', 'HOST')]"
+    if not isinstance(overrides, Sequence) or isinstance(overrides, str | bytes):
+        raise OptionError(f"overrides={overrides!r} is not a sequence of pairs", remedy=remedy)
+    for pair in overrides:
+        if (
+            not isinstance(pair, Sequence)
+            or isinstance(pair, str | bytes)
+            or len(pair) != 2
+            or not all(isinstance(text, str) for text in pair)
+        ):
+            raise OptionError(f"overrides has {pair!r}, which is not a pair of texts", remedy=remedy)
+
+
+def _check_weights(weights: object) -> None:
+    if weights is None:
+        return
+    remedy = "Give a number a device, none negative, not all zero"
+    if not isinstance(weights, Sequence) or isinstance(weights, str | bytes):
+        raise OptionError(f"device_weights={weights!r} is not a sequence of numbers", remedy=remedy)
+    if not all(_is_share(weight) for weight in weights) or not 0 < sum(weights) < math.inf:
+        raise OptionError(f"device_weights={weights!r} cannot be shares", remedy=remedy)
+
+
+def _is_share(weight: object) -> bool:
+    return isinstance(weight, int | float) and not isinstance(weight, bool) and 0 <= weight < math.inf
 
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {

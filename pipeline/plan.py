@@ -381,7 +381,9 @@ def _roles(index: FileIndex, options: LoadOptions) -> dict[str, Role]:
                     remedy=f"Closest names: {', '.join(close)}" if close else "inspect lists all names",
                 )
     for name, role in result.items():
-        intent = None if intents is None else intents.get(name) if isinstance(intents, Mapping) else intents(name)
+        intent: object = (
+            None if intents is None else intents.get(name) if isinstance(intents, Mapping) else intents(name)
+        )
         if intent is not None:
             if not isinstance(intent, Intent) or not intent:
                 raise OptionError(f"intents gives {intent!r} for {name}", remedy="Give a non-empty Intent, or None")

@@ -24,6 +24,7 @@ from ggufstream.options import (
     UploadMode,
     parse_bytes,
 )
+from tests.plans import Spec, index_of, plan_of
 
 
 @pytest.mark.parametrize(
@@ -121,6 +122,80 @@ def test_select_must_be_a_pattern() -> None:
     for value in ("(", "[", "*", 5, b"blk"):
         with pytest.raises(OptionError, match="select"):
             LoadOptions().replace(select=value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("intents", None),
+        ("intents", {}),
+        ("intents", {"a": Intent.LINEAR | Intent.LOOKUP}),
+        ("intents", {"a": Intent.LINEAR}.get),
+        ("overrides", ()),
+        ("overrides", [("a", "HOST"), ["b", "ROWS"]]),
+        ("device_weights", None),
+        ("device_weights", [1, 0.5]),
+        ("device_weights", (0, 1)),
+    ],
+)
+def test_collections_that_can_be_used(name: str, value: Any) -> None:
+    assert getattr(LoadOptions().replace(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("intents", 5),
+        ("intents", "LINEAR"),
+        ("intents", Intent.LINEAR),
+        ("intents", [("a", Intent.LINEAR)]),
+        ("intents", {"a": None}),
+        ("intents", {"a": "LINEAR"}),
+        ("intents", {"a": 1}),
+        ("intents", {"a": Intent(0)}),
+        ("intents", {1: Intent.LINEAR}),
+        ("overrides", None),
+        ("overrides", 5),
+        ("overrides", "attn"),
+        ("overrides", b"attn"),
+        ("overrides", {"attn": "HOST"}),
+        ("overrides", {("attn", "HOST")}),
+        ("overrides", ["ab"]),
+        ("overrides", ("attn", "HOST")),
+        ("overrides", [("attn",)]),
+        ("overrides", [("attn", "HOST", "ROWS")]),
+        ("overrides", [("attn", Placement)]),
+        ("overrides", [(b"attn", "HOST")]),
+        ("overrides", [5]),
+        ("device_weights", 5),
+        ("device_weights", "11"),
+        ("device_weights", b"11"),
+        ("device_weights", {0: 1}),
+        ("device_weights", []),
+        ("device_weights", [0, 0.0]),
+        ("device_weights", [1, -1]),
+        ("device_weights", [1, "1"]),
+        ("device_weights", [1, None]),
+        ("device_weights", [True, 1]),
+        ("device_weights", [1, 1j]),
+        ("device_weights", [1, float("nan")]),
+        ("device_weights", [1, float("inf")]),
+        ("device_weights", [1e308, 1e308]),
+    ],
+)
+def test_collections_of_a_wrong_shape_are_named(name: str, value: Any) -> None:
+    with pytest.raises(OptionError, match=f"^{name}") as caught:
+        LoadOptions().replace(**{name: value})
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize("answer", [Intent(0), "LINEAR", 1, Placement.HOST, [Intent.LINEAR]])
+def test_a_function_that_gives_no_intent_is_named_with_the_tensor(answer: Any) -> None:
+    index = index_of([Spec("blk.0.attn_q.weight")])
+    with pytest.raises(OptionError, match=r"^intents.*blk\.0\.attn_q\.weight") as caught:
+        plan_of(index, intents=lambda name: answer)
+    assert caught.value.remedy
+    assert plan_of(index, intents=lambda name: None).entries[0].intent is Intent.LINEAR
 
 
 def test_an_unknown_option_names_the_closest() -> None:
