@@ -160,6 +160,8 @@ class MappedArena(Arena):
         self._span_bytes = span_bytes
         self._places = places
         self._mapped: dict[int, Chunk] = {}
+        self._first = 0
+        """No slice before this one is without memory."""
 
     def place(self, index: int) -> Place:
         span, offset = self._places[index]
@@ -170,18 +172,22 @@ class MappedArena(Arena):
 
     @property
     def upcoming(self) -> int | None:
-        return next((i for i, (span, _) in enumerate(self._places) if span not in self._mapped), None)
+        # Only ever further: what is mapped stays mapped.
+        while self._first < len(self._places) and not self.needs_growth(self._first):
+            self._first += 1
+        return self._first if self._first < len(self._places) else None
 
     def grow_to(self, index: int) -> None:
         # Slices come in load order, spans in file order: any of the slices up to this one may be in a new span.
-        for span, _ in self._places[: index + 1]:
-            if span not in self._mapped:
-                chunk = self._map_span(span)
-                self._mapped[span] = chunk
-                self.chunks.append(chunk)
-                self.used_bytes += self._span_bytes[span]
-                self.allocated_bytes += self._span_bytes[span]
+        while self.upcoming is not None and self._first <= index:
+            span, _ = self._places[self._first]
+            chunk = self._map_span(span)
+            self._mapped[span] = chunk
+            self.chunks.append(chunk)
+            self.used_bytes += self._span_bytes[span]
+            self.allocated_bytes += self._span_bytes[span]
 
     def close(self) -> None:
         super().close()
         self._mapped.clear()
+        self._first = 0

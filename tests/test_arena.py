@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ggufstream.backends.arena import ChunkArena, fill
+from ggufstream.backends.arena import ChunkArena, MappedArena, fill
 from ggufstream.backends.base import Chunk
 from ggufstream.errors import OutOfDeviceMemoryError
 from ggufstream.layouts import Bytes
@@ -188,3 +188,77 @@ def test_fill_takes_as_many_as_fit(sizes: list[int], limit: int, data: st.DataOb
     assert count == 1 or sum(sizes[first : first + count]) <= limit
     if first + count < len(sizes):
         assert sum(sizes[first : first + count + 1]) > limit
+
+
+# --- Mapped arenas ----------------------------------------------------------------------------------------------------
+
+
+class CountedPlaces(Sequence[tuple[int, int]]):
+    """Places that count how often they are looked at."""
+
+    def __init__(self, places: Sequence[tuple[int, int]]) -> None:
+        self.places = places
+        self.looks = 0
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index):  # one place or several
+        found = self.places[index]
+        self.looks += len(found) if isinstance(index, slice) else 1
+        return found
+
+
+def mapped_arena(device: FakeDevice, places: Sequence[tuple[int, int]], spans: int) -> MappedArena:
+    return MappedArena(
+        name="mapped", map_span=lambda i: device.allocate(1000 + i), span_bytes=range(1000, 1000 + spans), places=places
+    )
+
+
+@settings(deadline=None)
+@given(
+    owners=st.lists(st.integers(0, 5), min_size=1, max_size=30),
+    asks=st.lists(st.integers(0, 29), max_size=20),
+)
+def test_spans_are_mapped_with_the_first_slice_that_is_asked_for(owners: list[int], asks: list[int]) -> None:
+    device = FakeDevice()
+    arena = mapped_arena(device, [(span, i) for i, span in enumerate(owners)], 6)
+    reached = -1
+    for ask in asks:
+        index = ask % len(owners)
+        arena.grow_to(index)
+        reached = max(reached, index)
+        there = set(owners[: reached + 1])
+        assert device.asked == [1000 + span for span in dict.fromkeys(owners[: reached + 1])]
+        assert arena.used_bytes == arena.allocated_bytes == sum(1000 + span for span in there)
+        assert arena.place(index) == (device.chunks[list(dict.fromkeys(owners)).index(owners[index])], index)
+        assert arena.upcoming == next((i for i, span in enumerate(owners) if span not in there), None)
+        assert [arena.needs_growth(i) for i in range(len(owners))] == [span not in there for span in owners]
+    arena.close()
+    assert device.live == 0
+    assert arena.upcoming == 0
+
+
+def test_a_span_that_could_not_be_mapped_is_tried_again() -> None:
+    device = FakeDevice(total=1000)
+    arena = mapped_arena(device, [(0, 0), (1, 0)], 2)
+    with pytest.raises(OutOfDeviceMemoryError):
+        arena.grow_to(1)
+    assert (arena.upcoming, arena.used_bytes, device.live) == (1, 1000, 1000)
+    device.total = 5000
+    arena.grow_to(1)
+    assert (arena.upcoming, arena.used_bytes) == (None, 2001)
+    arena.close()
+
+
+def test_each_place_is_looked_at_a_few_times_however_many_there_are() -> None:
+    n = 20_000
+    places = CountedPlaces([(i, 0) for i in range(n)])
+    device = FakeDevice()
+    arena = mapped_arena(device, places, n)
+    while (index := arena.upcoming) is not None:
+        arena.grow_to(index)
+        assert not arena.needs_growth(index)
+    assert len(device.asked) == n
+    assert places.looks < 8 * n
+    arena.close()
