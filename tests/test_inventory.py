@@ -5,18 +5,21 @@ from __future__ import annotations
 import tracemalloc
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 
 from bench import inventory
 from bench.inventory import Inventory
-from ggufstream.backends.simulated import PROFILES
+from ggufstream.backends.simulated import PROFILES, SimulatedBackend
 from ggufstream.gguf_file import read_index
 from ggufstream.loader import load
 from ggufstream.options import Placement
 from ggufstream.roles import roles
 from ggufstream.verification import verify
+from tests.small_models import write_model
 
 NAMES = inventory.names()
 SMALL = Fraction(1, 512)
@@ -77,6 +80,73 @@ async def test_written_small_and_loaded(model: Inventory, tmp_path: Path) -> Non
     assert report.differing == ()
     assert report.bytes == sum(tensor.nbytes for tensor in small.tensors)
     assert report.products > 0
+
+
+# --- Widened halves, where the device maps files and where it does not ------------------------------------------------
+
+UNIFIED: dict[str, dict[str, Any]] = {
+    "alias": {"profile": "metal-alias", "halves": False, "upload": "alias"},
+    "pread": {"profile": "metal-alias", "halves": False, "io": "pread"},
+    "moltenvk": {"profile": "moltenvk"},
+}
+
+
+async def widened(path: Path, profile: str, halves: bool | None = None, **options: Any) -> dict[str, bytes]:
+    """The float32 bytes of every slice of halves that lies on the device, checked against numpy's conversion."""
+    found = {}
+    with SimulatedBackend(profile, halves=halves) as backend:
+        async with await load(path, backend=backend, range_bytes=64 << 10, **options) as loaded:
+            assert all(arena.used_bytes == arena.planned_bytes for arena in loaded.report.arenas)
+            assert ("alias" in loaded.report.upload.split("+")) == (options.get("upload") == "alias")
+            for name, weight in loaded.items():
+                if weight.type.name not in {"F16", "BF16"} or weight.device is None:
+                    continue
+                assert weight.layout.name == "f32"
+                parts = []
+                for part in weight.slices:
+                    out = np.empty(part.nbytes, np.uint8)
+                    backend.read(part.chunk, part.offset, out)
+                    parts.append(out)
+                wide = np.concatenate(parts).view(np.float32)
+                tensor = loaded.index.tensor(name)
+                bits = np.fromfile(path, np.uint16, tensor.nbytes // 2, offset=tensor.offset)
+                if weight.type.name == "F16":
+                    values = bits.view(np.float16).astype(np.float32)
+                else:  # sign, 8 bits of exponent, 7 of fraction; without NaN, infinity and the subnormal
+                    sign, exponent, fraction = bits >> 15, bits.astype(np.int32) >> 7 & 0xFF, bits & 0x7F
+                    assert ((exponent > 0) & (exponent < 255)).all()
+                    values = np.where(sign, -1, 1) * np.ldexp(1 + fraction / 128, exponent - 127)
+                assert np.isfinite(values).all()
+                np.testing.assert_array_equal(wide, values)
+                found[name] = wide.tobytes()
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-3b-q4_k_m-f16k", "smollm2-360m-q8_0-f16qk"])
+@pytest.mark.asyncio
+async def test_halves_are_widened_alike_on_every_unified_device(name: str, tmp_path: Path) -> None:
+    small = inventory.load(name).reduced(scale=SMALL, layers=LAYERS)
+    path = tmp_path / "m.gguf"
+    small.write(path)
+    found = {kind: await widened(path, **options) for kind, options in UNIFIED.items()}
+    assert set(found["alias"]) == {tensor.name for tensor in small.tensors if tensor.type.name == "F16"}
+    assert len(found["alias"]) >= LAYERS
+    assert found["alias"] == found["pread"] == found["moltenvk"]
+
+
+@pytest.mark.asyncio
+async def test_bfloat16_is_widened_alike_on_every_unified_device(tmp_path: Path) -> None:
+    specs = [
+        ("blk.0.attn_q.weight", "Q8_0", (256, 96)),
+        ("blk.0.attn_k.weight", "BF16", (256, 333)),
+        ("blk.1.attn_q.weight", "BF16", (96, 256)),
+        ("blk.1.attn_k.weight", "F16", (32, 7)),
+        ("output.weight", "Q8_0", (256, 40)),
+    ]
+    path = write_model(tmp_path / "m.gguf", specs)
+    found = {kind: await widened(path, **options) for kind, options in UNIFIED.items()}
+    assert set(found["alias"]) == {"blk.0.attn_k.weight", "blk.1.attn_q.weight", "blk.1.attn_k.weight"}
+    assert found["alias"] == found["pread"] == found["moltenvk"]
 
 
 def test_gguf_reads_what_is_written(tmp_path: Path) -> None:
