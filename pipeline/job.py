@@ -244,6 +244,7 @@ class LoadJob:
             backends=backends,
             arenas=arenas,
             descriptors=descriptors,
+            mapped={i: source for i, source in enumerate(sources) if isinstance(source, MappedSource)},
             tables=tables,
             close=self._owned.pop_all().close,
         )

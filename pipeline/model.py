@@ -26,6 +26,7 @@ from ggufstream.gguf_file import FileIndex
 from ggufstream.layouts import Bytes, Extent, Layout
 from ggufstream.options import Intent, Placement
 from ggufstream.plan import LoadPlan, PlanEntry
+from ggufstream.read import MappedSource
 from ggufstream.report import LoadReport
 from ggufstream.row_tables import RowTables, slices_of
 from ggufstream.rows import Request
@@ -60,6 +61,7 @@ class _Storage:
         backends: Sequence[Backend],
         arenas: Mapping[str, Arena],
         descriptors: Mapping[int, int],
+        mapped: Mapping[int, MappedSource],
         tables: RowTables,
         close: Callable[[], None],
     ) -> None:
@@ -69,6 +71,7 @@ class _Storage:
         self._index = index
         self._arenas = arenas
         self._descriptors = descriptors
+        self._mapped = mapped
         self.is_open = True
         self._close = close
         self._closing = anyio.Lock()
@@ -101,6 +104,17 @@ class _Storage:
         """Raise ``ClosedError`` if the model is closed."""
         if not self.is_open:
             raise ClosedError(f"the model of {self._index.path} is closed", remedy="Load it again")
+
+    def guard(self, entry: PlanEntry, offset: int, nbytes: int) -> None:
+        """Before bytes of a tensor are used that the device reads in the file's pages. Blocks."""
+        if entry.arena is not None and self.plan.arenas[entry.arena].spans and nbytes:
+            self._mapped[entry.tensor.shard].guard(entry.tensor.offset + offset, nbytes)
+
+    def linear(self, entry: PlanEntry, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """The product on the tensor's device. Blocks."""
+        assert entry.device is not None
+        self.guard(entry, 0, entry.tensor.nbytes)
+        return self.backends[entry.device].linear(self.slices(entry), x)
 
     def read_slice(self, entry: PlanEntry, place: Slice, offset: int, destination: Bytes) -> None:
         """Copy from a slice into host memory. Blocks."""
@@ -268,6 +282,7 @@ class Weight:
         if self.placement is Placement.ROWS:
             self._storage.read_file(self._entry, first * size, result)
             return
+        self._storage.guard(self._entry, first * size, result.size)
         for part, place in zip(self._entry.slices, self._storage.slices(self._entry), strict=True):
             begin, end = max(first, part.first_block), min(first + count, part.first_block + part.extent.blocks)
             if begin < end:
@@ -330,6 +345,7 @@ class Model(Mapping[str, Weight]):
         backends: Sequence[Backend],
         arenas: Mapping[str, Arena],
         descriptors: Mapping[int, int],
+        mapped: Mapping[int, MappedSource],
         tables: RowTables,
         close: Callable[[], None],
     ) -> None:
@@ -343,6 +359,7 @@ class Model(Mapping[str, Weight]):
             backends=backends,
             arenas=arenas,
             descriptors=descriptors,
+            mapped=mapped,
             tables=tables,
             close=close,
         )
@@ -400,8 +417,7 @@ class Model(Mapping[str, Weight]):
                 tensor=name,
                 remedy="See the reason in the plan",
             )
-        slices, rows = weight.slices, batch.reshape(-1, n_in)
-        result = await self._storage.run(partial(self.backends[weight.device].linear, slices, rows))
+        result = await self._storage.run(partial(self._storage.linear, self._entries[name], batch.reshape(-1, n_in)))
         return result.reshape(*batch.shape[:-1], -1)
 
     async def rows(self, name: str, ids: npt.ArrayLike) -> npt.NDArray[np.float32]:

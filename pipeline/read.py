@@ -322,6 +322,27 @@ class MappedSource(Source):
     def scratch_bytes(self, nbytes: int) -> int:
         return 0
 
+    def guard(self, offset: int, nbytes: int) -> None:
+        """Make bytes of an unchanged file resident, so that whoever uses them next does not die of it.
+
+        Raises:
+            FileChangedError: The file was changed or cut since its header was read.
+            UnreadableFileError: The pages cannot be had.
+        """
+        self.check_unchanged()
+        try:
+            advise(self._view[offset : offset + nbytes], MADV_POPULATE_READ)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # before Linux 5.14 the look at the size is all that there is
+                self.check_unchanged()
+                raise UnreadableFileError(
+                    f"bytes {offset:,} to {offset + nbytes:,} cannot be read ({error.strerror})",
+                    file=self.shard.path,
+                    offset=offset,
+                    errno=error.errno,
+                    remedy="Check the disk or the network mount, and the system log",
+                ) from None
+
     def pages(self, first: int, last: int) -> Bytes:
         """Pages ``[first, last)`` of the mapping; the last one ends with the file."""
         return self._view[first * PAGE : last * PAGE]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -27,7 +28,8 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from ggufstream.backends.arena import Arena
 from ggufstream.backends.base import Backend
-from ggufstream.backends.host_memory import Counter, HostStaging
+from ggufstream.backends.host_memory import Counter as MemoryCounter
+from ggufstream.backends.host_memory import HostStaging
 from ggufstream.budget import ByteBudget
 from ggufstream.errors import OutOfHostMemoryError
 from ggufstream.events import ArenaGrown, Event, Progress, TensorReady
@@ -86,7 +88,7 @@ class Stream:
         self._emit = emit
         largest = max((part.nbytes for part in plan.ranges), default=0)
         scratch_bytes = max((source.scratch_bytes(largest) for source in sources), default=0)
-        scratch_memory = Counter()
+        scratch_memory = MemoryCounter()
         self._scratch = SlabPool(
             lambda nbytes: HostStaging(nbytes, owner="scratch", counter=scratch_memory), scratch_bytes
         )
@@ -94,6 +96,8 @@ class Stream:
             SlabPool(backend.staging, _largest_staged(plan, device)) for device, backend in enumerate(backends)
         ]
         self._uploads = Uploads()
+        self._unsettled = Counter(plan.arenas[part.arena].device for part in plan.ranges if plan.is_staged(part))
+        """Staged ranges that are left, by device: the last one takes the device's staging memory with it."""
         self._charged: dict[int, int] = {}
         # Growing, settling and releasing have a thread each, and one is to spare.
         self._threads = ThreadPoolExecutor(self.workers + 4, thread_name_prefix="ggufstream")
@@ -262,9 +266,16 @@ class Stream:
         async with packed, done:
             async for part in packed:
                 if self._plan.is_staged(part):
-                    await self._hop(partial(self._uploads.settle, part))
+                    await self._hop(partial(self._settle_one, part))
                 self._progress(part)
                 await done.send(part)
+
+    def _settle_one(self, part: Range) -> None:
+        self._uploads.settle(part)
+        device = self._plan.arenas[part.arena].device
+        self._unsettled[device] -= 1
+        if not self._unsettled[device]:
+            self._pool(part).close()
 
     def _progress(self, part: Range) -> None:
         now = time.perf_counter()

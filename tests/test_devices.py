@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -444,3 +446,48 @@ async def test_the_way_up_of_an_open_backend_is_not_overruled_in_silence(mixed: 
         for options in ({"options": ggufstream.LoadOptions(upload="staged")}, {"upload": "staged"}):
             with pytest.raises(OptionError, match="opened for direct uploads"):
                 await ggufstream.load(mixed, backend=backend, **options)
+
+
+CUT = """
+import asyncio, os, sys
+import numpy as np
+import ggufstream
+
+async def main(path, backend, upload):
+    async with await ggufstream.load(path, backend=backend, upload=upload) as model:
+        name = "blk.2.attn_q.weight"
+        await model[name].read()
+        os.truncate(path, 4096)
+        for use in (model[name].read(), model.linear(name, np.zeros(256))):
+            try:
+                await use
+            except ggufstream.FileError as error:
+                print(type(error).__name__)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(("backend", "upload"), [("simulated:gb10", "auto"), ("cpu", "alias")])
+def test_a_file_cut_under_a_mapped_model_is_an_error_and_no_signal(tmp_path: Path, backend: str, upload: str) -> None:
+    path = write_model(tmp_path / "m.gguf")
+    run = subprocess.run(
+        [sys.executable, "-c", CUT, str(path), backend, upload], capture_output=True, text=True, check=False
+    )
+    assert (run.returncode, run.stdout.split()) == (0, ["FileChangedError", "FileChangedError"]), run.stderr
+
+
+@pytest.mark.asyncio
+async def test_staging_memory_goes_with_the_last_range_of_its_device(mixed: Path) -> None:
+    backends = [SimulatedBackend() for _ in range(4)]
+    held = []
+
+    def look(event: object) -> None:
+        held.append(sum(backend.statistics()["staging_bytes"] for backend in backends))
+
+    budget = 1 << 20
+    async with await ggufstream.load(
+        mixed, devices=backends, device_weights=[10, 2, 2, 2], staging_bytes=budget, range_bytes=16 << 10, sinks=[look]
+    ) as model:
+        assert len({weight.device for weight in model.values()}) > 3
+    assert 0 < max(held) <= budget
