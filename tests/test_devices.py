@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,13 @@ from ggufstream.backends.profiles import PROFILES
 from ggufstream.backends.simulated import SimulatedBackend
 from ggufstream.backends.testing import BackendConformance
 from ggufstream.backends.vulkan import VulkanBackend
-from ggufstream.errors import OptionError, OutOfDeviceMemoryError, UnsupportedByDeviceError
-from ggufstream.pages import PAGE, page_span
+from ggufstream.errors import DeviceLostError, OptionError, OutOfDeviceMemoryError, UnsupportedByDeviceError
+from ggufstream.events import LoadCancelled, LoadFinished
+from ggufstream.pages import PAGE, Residency, page_span
 from ggufstream.plan import LoadPlan, check_fits, make_plan
-from tests.plans import Device, Spec, index_of, plan_of
-from tests.small_models import write_model
+from tests.plans import Device, Spec, chill, disk_folder, index_of, plan_of, warm
+from tests.small_models import TensorSpec, write_model
+from tests.test_cancel_and_faults import RANGE, At, CancelAt, nothing_is_left
 
 MAPPING = ("metal-alias", "gb10")
 
@@ -491,3 +495,132 @@ async def test_staging_memory_goes_with_the_last_range_of_its_device(mixed: Path
     ) as model:
         assert len({weight.device for weight in model.values()}) > 3
     assert 0 < max(held) <= budget
+
+
+# --- Ends and leftovers -----------------------------------------------------------------------------------------------
+
+LAYERS: Sequence[TensorSpec] = (
+    *(
+        spec
+        for n in range(6)
+        for spec in (
+            (f"blk.{n}.attn_norm.weight", "F32", (256,)),
+            (f"blk.{n}.attn_k.weight", "F16", (256, 100)),
+            (f"blk.{n}.ffn_up.weight", "Q8_0", (256, 300)),
+        )
+    ),
+    ("per_layer_token_embd.weight", "Q5_1", (64, 2000)),
+    ("output.weight", "Q8_0", (256, 300)),
+)
+"""Layers of one size, halves between other weights, and a lookup table."""
+
+ENDS: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "two discrete": (["discrete-24g", "discrete-24g"], {"device_weights": [1, 1]}),
+    "mapped": (["metal-alias"], {"upload": "alias"}),
+    "mapped and discrete": (["gb10", "discrete-24g"], {"device_weights": [1, 1]}),
+}
+
+
+@pytest.fixture(scope="module")
+def layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "layers.gguf", LAYERS)
+
+
+@contextmanager
+def all_empty(path: Path, backends: Sequence[SimulatedBackend]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for backend in backends:
+            stack.enter_context(nothing_is_left(path, backend))
+        yield
+    for backend in backends:
+        statistics = backend.statistics()
+        assert (statistics["mapped_bytes"], statistics["uploads_in_flight"], statistics["in_flight_bytes"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("kind", ENDS)
+@pytest.mark.asyncio
+async def test_cancel_at_every_event_leaves_nothing_on_any_device(layers: Path, kind: str) -> None:
+    profiles, options = ENDS[kind]
+    backends = [SimulatedBackend(profile) for profile in profiles]
+    for n in itertools.count(1):
+        sink = CancelAt(n)
+        with all_empty(layers, backends):
+            with sink.scope:
+                model = await ggufstream.load(
+                    layers, devices=backends, range_bytes=RANGE, lazy="off", sinks=[sink], **options
+                )
+                assert all(arena.used_bytes > 0 for arena in model.report.arenas if arena.planned_bytes)
+                await model.aclose()
+        if len(sink.events) < n:
+            break
+        assert isinstance(sink.events[-1], LoadCancelled | LoadFinished)
+    assert n > 20
+
+
+@pytest.mark.parametrize("io", ["mmap", "pread"])
+@pytest.mark.asyncio
+async def test_one_device_of_two_is_lost_in_the_middle(layers: Path, io: str) -> None:
+    backends = [SimulatedBackend("discrete-24g"), SimulatedBackend("igpu-unified", direct=False)]
+    uploads = []
+
+    def lose() -> None:
+        uploads.append(backends[1].statistics()["copies"])
+        backends[1].lose()
+
+    with all_empty(layers, backends):
+        with pytest.raises(DeviceLostError, match="igpu-unified"):
+            await ggufstream.load(
+                layers,
+                devices=backends,
+                device_weights=[1, 1],
+                range_bytes=16 << 10,
+                staging_bytes=1 << 20,
+                io=io,
+                sinks=[At(0.8, lose)],
+            )
+    assert uploads[0] > 0
+    assert backends[0].statistics()["copies"] > 0
+    async with await ggufstream.load(layers, backend=backends[0]) as model:  # the other one still works
+        assert (await ggufstream.verify(model)).differing == ()
+
+
+@pytest.fixture
+def on_disk() -> Iterator[Path]:
+    with disk_folder() as folder:
+        path = write_model(folder / "m.gguf", LAYERS)
+        chill(path)
+        yield path
+
+
+def pages_of(path: Path) -> set[int]:
+    return set(range(page_span(0, path.stat().st_size)[1]))
+
+
+def resident(path: Path) -> set[int]:
+    with path.open("rb") as file:
+        return set(np.flatnonzero(Residency(file.fileno(), path.stat().st_size).pages).tolist())
+
+
+@pytest.mark.asyncio
+async def test_mapped_pages_stay_and_all_others_are_dropped(on_disk: Path) -> None:
+    with SimulatedBackend("metal-alias", halves=False) as backend:
+        async with await ggufstream.load(on_disk, backend=backend, page_cache="drop", lazy="off") as model:
+            mapped = {page for _, page in mapped_pages(model.plan)}
+            assert set() < mapped < pages_of(on_disk)
+            assert resident(on_disk) == mapped
+            assert (await ggufstream.verify(model)).differing == ()
+
+
+@pytest.mark.parametrize("io", ["mmap", "pread"])
+@pytest.mark.parametrize(
+    ("profiles", "drops"),
+    [(["discrete-24g", "igpu-unified"], True), (["igpu-unified", "tiny"], True), (["discrete-24g", "tiny"], False)],
+)
+@pytest.mark.asyncio
+async def test_any_unified_device_makes_auto_drop(on_disk: Path, profiles: list[str], drops: bool, io: str) -> None:
+    pages = pages_of(on_disk)
+    warm(on_disk, pages)
+    assert resident(on_disk) == pages
+    backends = [SimulatedBackend(profile) for profile in profiles]
+    async with await ggufstream.load(on_disk, devices=backends, device_weights=[1, 1], lazy="off", io=io):
+        assert resident(on_disk) == (set() if drops else pages)
