@@ -116,6 +116,7 @@ class LoadJob:
         self._sinks: list[EventSink] = [self._log, *sinks]
         self._seconds: dict[str, float] = {}
         self._residency: dict[str, Residency] = {}
+        self._releaser: Releaser | None = None
         self._owned = ExitStack()
         """What the model takes over: backend, arenas, descriptors."""
         self._transient = ExitStack()
@@ -194,13 +195,14 @@ class LoadJob:
         self._emit(self._planned(load_plan, sources))
         arenas = self._arenas(load_plan, backends, sources)
         residency = [self._residency[shard.path] for shard in index.shards]
+        releaser = self._releaser = Releaser(load_plan, sources, residency, self._options.page_cache)
         stream = Stream(
             load_id=self._load_id,
             plan=load_plan,
             backends=backends,
             sources=sources,
             arenas=arenas,
-            releaser=(releaser := Releaser(load_plan, sources, residency, self._options.page_cache)),
+            releaser=releaser,
             budget=(budget := ByteBudget(self._options.staging_bytes)),
             workers=self._options.workers,
             emit=self._emit,
@@ -350,10 +352,20 @@ class LoadJob:
                 mapped=i in mapped,
             )
             source = open_source(shard, load_plan, choice)
-            # A mapping that a device reads lives as long as the model.
-            (self._owned if i in mapped else self._transient).callback(source.close)
+            if i in mapped:  # a mapping that a device reads lives as long as the model
+                descriptor = os.dup(source.descriptor)
+                self._owned.callback(os.close, descriptor)
+                self._owned.callback(self._evict_mapped, i, descriptor)
+                self._owned.callback(source.close)
+            else:
+                self._transient.callback(source.close)
             sources.append(source)
         return sources
+
+    def _evict_mapped(self, shard: int, descriptor: int) -> None:
+        """The model is closed: its mapped pages leave the page cache as all others did before."""
+        if self._releaser is not None:
+            self._releaser.evict_mapped(shard, descriptor)
 
     def _planned(self, load_plan: LoadPlan, sources: Sequence[Source]) -> Planned:
         return Planned(

@@ -53,6 +53,7 @@ class Releaser:
             for span in arena.spans:
                 self._keep(span.shard, span.first, span.last)
         self._mapped = {arena.name for arena in plan.arenas.values() if arena.spans}
+        self._spans = [span for arena in plan.arenas.values() for span in arena.spans]
 
     def _keep(self, shard: int, first: int, last: int) -> None:
         """Never drop these pages."""
@@ -81,6 +82,13 @@ class Releaser:
             for first, last in sorted([*self._kept[shard], (pages, pages)]):
                 self._drop(shard, position, first)
                 position = max(position, last)
+
+    def evict_mapped(self, shard: int, descriptor: int) -> None:
+        """Nothing maps the pages any more that a device has read in place: evict them as all others."""
+        for span in self._spans:
+            if span.shard == shard:
+                for start, stop in self._evictable(shard, span.first, span.last):
+                    evict(descriptor, start, stop)
 
     def _drop(self, shard: int, first: int, last: int) -> int:
         """Drop pages, and say how many bytes that gave back."""

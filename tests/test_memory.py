@@ -162,3 +162,15 @@ def test_auto_drops_where_the_cache_competes_with_the_device(own_gemma: Path, sm
     make_warm(own_gemma)
     measured(own_gemma, small, backend="simulated:igpu-unified", page_cache="auto")
     assert residency(own_gemma).fraction < 0.01
+
+
+@pytest.mark.parametrize(
+    ("page_cache", "state"), [("drop", "warm"), ("auto", "cold"), ("auto", "warm"), ("keep", "cold")]
+)
+def test_mapped_pages_leave_the_cache_as_all_others_when_the_model_closes(
+    own_gemma: Path, small: Path, page_cache: str, state: str
+) -> None:
+    (make_cold if state == "cold" else make_warm)(own_gemma)
+    measured(own_gemma, small, backend="cpu", upload="alias", page_cache=page_cache)
+    fraction = residency(own_gemma).fraction
+    assert fraction < 0.01 if (page_cache, state) in {("drop", "warm"), ("auto", "cold")} else fraction > 0.99
