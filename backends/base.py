@@ -163,7 +163,8 @@ class Backend(ABC):
 
         Raises:
             UnsupportedByDeviceError: The device cannot, see ``Capabilities.maps_files``.
-            OutOfHostMemoryError: So many pages cannot be pinned.
+            OutOfDeviceMemoryError: Pinned, so many pages are above the device's budget.
+            OutOfHostMemoryError: The system refuses to pin so many.
         """
         raise UnsupportedByDeviceError(
             f"{self.capabilities.device} cannot read the pages of a file",

@@ -180,7 +180,7 @@ class LoadPlan:
             "backend": self.backend,
             "device": self.device,
             "budget_bytes": devices[0]["budget_bytes"] if len(devices) == 1 else None,
-            "fits": all(m.available is None or m.needed <= m.available for m in _memories(self, None)),
+            "fits": all(device["fits"] for device in devices),
             "devices": devices,
             "tensors": [_entry_dict(entry) for entry in self.entries],
             "arenas": [
@@ -200,12 +200,14 @@ class LoadPlan:
 
 
 def _device_dict(load_plan: LoadPlan, i: int) -> dict[str, Any]:
-    device, planned = load_plan.devices[i], load_plan.planned_bytes(i)
+    device = load_plan.devices[i]
+    arenas = {arena.name for arena in load_plan.arenas.values() if arena.device == i}
     return {
         "backend": device.backend,
         "device": device.device,
         "budget_bytes": device.budget_bytes,
-        "planned_bytes": planned,
+        "planned_bytes": load_plan.planned_bytes(i),
+        "fits": all(memory.fits for memory in _memories(load_plan, None) if memory.arenas & arenas),
     }
 
 
@@ -285,7 +287,7 @@ def check_fits(load_plan: LoadPlan, *, host_bytes: int | None = None) -> None:
         OutOfDeviceMemoryError: It does not fit; the message names the largest tensors.
     """
     for where in _memories(load_plan, host_bytes):
-        if where.available is None or where.needed <= where.available:
+        if where.fits:
             continue
         there = [entry for entry in load_plan.entries if entry.arena in where.arenas]
         largest = sorted(there, key=lambda entry: entry.device_bytes, reverse=True)[:3]
@@ -309,6 +311,10 @@ class _Memory:
     available: int | None
     needed: int = 0
     arenas: set[str] = field(default_factory=set)
+
+    @property
+    def fits(self) -> bool:
+        return self.available is None or self.needed <= self.available
 
 
 def _memories(load_plan: LoadPlan, host_bytes: int | None) -> list[_Memory]:
