@@ -11,7 +11,6 @@ import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 from ggufstream.backends.base import Backend, Capabilities
@@ -19,6 +18,7 @@ from ggufstream.backends.decode import DECODABLE
 from ggufstream.errors import OptionError, OutOfDeviceMemoryError, UnsupportedByDeviceError, UnsupportedFileError
 from ggufstream.gguf_file import FileIndex
 from ggufstream.gguf_layout import TensorInfo
+from ggufstream.layer_split import split_layers
 from ggufstream.layouts import Extent, Layout
 from ggufstream.options import Intent, LoadOptions, Placement
 from ggufstream.pages import PAGE, page_span
@@ -258,7 +258,7 @@ def make_plan(
     names = {tensor.name for tensor in chosen}
     overrides = Overrides(options.overrides, devices=len(devices))
     decider = Decider(backends, options, overrides, unmappable)
-    layers = _split_layers(chosen, known, devices, options, decider)
+    layers = split_layers(chosen, known, devices, options, decider)
     planner = _Planner(decider, devices)
     # Slices are numbered, and arenas filled, in the order in which a forward pass needs the tensors.
     order = sorted(range(len(chosen)), key=lambda i: (known[chosen[i].name].layer, chosen[i].shard, chosen[i].offset))
@@ -395,75 +395,6 @@ def _roles(index: FileIndex, options: LoadOptions) -> dict[str, Role]:
                 raise OptionError(f"intents gives {intent!r} for {name}", remedy="Give a non-empty Intent, or None")
             result[name] = Role(intent=intent, layer=role.layer)
     return result
-
-
-def _split_layers(
-    tensors: Iterable[TensorInfo],
-    known: Mapping[str, Role],
-    devices: Sequence[Capabilities],
-    options: LoadOptions,
-    decider: Decider,
-) -> dict[int, int]:
-    """The device of each layer: consecutive layers, in proportion to the weights, or to what each device has free."""
-    shares = options.device_weights or _free_shares(devices)
-    if len(shares) != len(devices):
-        raise OptionError(
-            f"device_weights has {len(shares)} values, and there are {len(devices)} devices",
-            remedy="Give one weight a device",
-        )
-    if len(devices) == 1:
-        return dict.fromkeys((role.layer for role in known.values()), 0)
-    costs = _layer_costs(tensors, known, len(devices), decider)
-    # Layers are laid side by side, each as wide as it is on the mean device, and the shares beside them: a layer goes
-    # to the device whose share covers most of it.
-    widths = {layer: sum(costs[layer]) / len(devices) for layer in sorted(costs)}
-    total = sum(widths.values())
-    ends = [share / sum(shares) * total for share in accumulate(shares)]
-    takers = [device for device in range(len(devices)) if shares[device]]
-    result: dict[int, int] = {}
-    before = 0.0
-    for layer, width in widths.items():
-        after = before + width
-        covered = {d: min(after, ends[d]) - max(before, ends[d - 1] if d else 0.0) for d in takers}
-        result[layer] = max(covered, key=lambda d: covered[d])
-        takers = [d for d in takers if d >= result[layer]]
-        before = after
-    if options.device_weights is None:
-        _relieve(result, costs, devices)
-    return result
-
-
-def _layer_costs(
-    tensors: Iterable[TensorInfo], known: Mapping[str, Role], devices: int, decider: Decider
-) -> dict[int, list[int]]:
-    """Bytes that each layer takes on each device: layouts differ, tables may stay in the file, halves may be widened."""
-    costs: dict[int, list[int]] = {}
-    for tensor in tensors:
-        role = known[tensor.name]
-        layer = costs.setdefault(role.layer, [0] * devices)
-        for device in range(devices):
-            decision = decider.decide(tensor, role, device)
-            if decision.device == device:
-                whole = Extent(type=tensor.type, rows=tensor.rows, row_blocks=tensor.row_blocks)
-                layer[device] += decision.layout.nbytes(whole)
-    return costs
-
-
-def _relieve(layers: dict[int, int], costs: Mapping[int, Sequence[int]], devices: Sequence[Capabilities]) -> None:
-    """Move the last layers of a device that is over its budget to the next."""
-    for device in range(len(devices) - 1):
-        budget = devices[device].budget_bytes
-        mine = [layer for layer in sorted(layers) if layers[layer] == device]
-        while mine and budget is not None and sum(costs[layer][device] for layer in mine) > budget:
-            layers[mine.pop()] = device + 1
-
-
-def _free_shares(devices: Sequence[Capabilities]) -> Sequence[float]:
-    budgets = [device.budget_bytes for device in devices]
-    known = [budget for budget in budgets if budget is not None]
-    if len(known) < len(devices) or not any(known):
-        return [1.0] * len(devices)
-    return [float(budget) for budget in known]
 
 
 @dataclass(slots=True)

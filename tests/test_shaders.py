@@ -15,19 +15,12 @@ import pytest
 
 from ggufstream.backends.base import Backend, Slice
 from ggufstream.backends.decode import DECODABLE, decode
-from ggufstream.errors import BackendUnavailableError, ClosedError, NoDeviceError, OptionError, UnsupportedByDeviceError
+from ggufstream.backends.vulkan import compute
+from ggufstream.backends.vulkan.backend import VulkanBackend
+from ggufstream.errors import ClosedError, OptionError, UnsupportedByDeviceError
 from ggufstream.ggml_types import BY_NAME, GGMLType
 from ggufstream.layouts import F32, Bytes, Planar, Raw
 from tests.weights import finite_blocks, placed, relative_difference
-
-try:
-    from ggufstream.backends.vulkan import compute
-    from ggufstream.backends.vulkan.backend import VulkanBackend
-
-    with VulkanBackend(device="llvmpipe", validation=True):
-        pass
-except (BackendUnavailableError, NoDeviceError) as error:
-    pytest.skip(f"no llvmpipe with validation: {error}", allow_module_level=True)
 
 WITHIN = 1e-5
 SHADERS = Path(str(resources.files("ggufstream.backends.vulkan").joinpath("shaders")))

@@ -92,12 +92,8 @@ class CountingVulkan(Vulkan):
 
 @pytest.fixture(scope="module", autouse=True)
 def _llvmpipe():
-    try:
-        names = [record.name for record in list_devices()]
-    except DeviceError as error:
-        pytest.skip(str(error))
-    if not any(DEVICE in name for name in names):
-        pytest.skip(f"no {DEVICE} among {names}")
+    names = [record.name for record in list_devices()]
+    assert any(DEVICE in name for name in names), f"no {DEVICE} among {names}: run `make system`"
 
 
 @pytest.fixture(autouse=True)
@@ -215,8 +211,6 @@ def test_drivers_stay_loaded_between_backends(api):
 
 def loaded_libraries():
     maps = Path("/proc/self/maps")
-    if not maps.exists():
-        pytest.skip("needs /proc")
     return {line.split()[-1] for line in maps.read_text().splitlines() if ".so" in line}
 
 
