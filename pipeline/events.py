@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 __all__ = [
     "ArenaGrown",
@@ -20,6 +20,9 @@ __all__ = [
     "LoadStarted",
     "Planned",
     "Progress",
+    "RangeMoved",
+    "Sampled",
+    "StageTime",
     "TableOpened",
     "TensorReady",
 ]
@@ -105,6 +108,46 @@ class TensorReady(Event):
     """All bytes of a tensor are on the device."""
 
     tensor: str
+
+
+class StageTime(NamedTuple):
+    """When a range was in a stage; both ends on ``time.perf_counter``. ``worker`` names the thread, or the device."""
+
+    stage: Literal["read", "repack", "upload", "release"]
+    worker: str
+    started: float
+    ended: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RangeMoved(Event):
+    """A range has been through all stages, in the order of ``stages``."""
+
+    range: int
+    """Its place in the order of the plan."""
+    nbytes: int
+    tensors: tuple[str, ...]
+    arena: str
+    stages: tuple[StageTime, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled(Event):
+    """Counters of a load, a few times a second. ``at`` is on ``time.perf_counter``."""
+
+    at: float
+    staging_bytes: int
+    """In use, of this load."""
+    uploads: int
+    """That the device has not finished."""
+    allocated_bytes: int
+    """In the arenas of this load."""
+    rss_bytes: int
+    """Resident memory of this process."""
+    page_cache_bytes: int | None
+    """Of the load's files in the page cache; ``None`` where the system cannot tell cheaply."""
+    loop_lag_seconds: float
+    """By how much the event loop woke up late, at most since the last sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

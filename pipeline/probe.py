@@ -16,6 +16,7 @@ class LoopProbe:
 
     def __init__(self) -> None:
         self._lags: list[float] = []
+        self._seen = 0
 
     async def run(self) -> None:
         """Probe until cancelled."""
@@ -23,6 +24,11 @@ class LoopProbe:
             due = time.perf_counter() + _INTERVAL
             await anyio.sleep(_INTERVAL)
             self._lags.append(max(0.0, time.perf_counter() - due))
+
+    def latest(self) -> float:
+        """The largest lag since the last call, in seconds."""
+        lags, self._seen = self._lags[self._seen :], len(self._lags)
+        return max(lags, default=0.0)
 
     def milliseconds(self) -> dict[str, float]:
         """``p99`` and ``max`` of the lags; zero where nothing was measured."""

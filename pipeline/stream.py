@@ -14,13 +14,14 @@ never sees the result of its hop, and nothing may be lost with it.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
@@ -32,7 +33,7 @@ from ggufstream.backends.host_memory import Counter as MemoryCounter
 from ggufstream.backends.host_memory import HostStaging
 from ggufstream.budget import ByteBudget
 from ggufstream.errors import OutOfHostMemoryError
-from ggufstream.events import ArenaGrown, Event, Progress, TensorReady
+from ggufstream.events import ArenaGrown, Event, Progress, RangeMoved, Sampled, StageTime, TensorReady
 from ggufstream.layouts import Bytes
 from ggufstream.pages import PAGE, rss_bytes
 from ggufstream.plan import LoadPlan
@@ -50,6 +51,9 @@ _T = TypeVar("_T")
 
 FIRST_LAYER = 0
 """A forward pass can begin when the tensors before the first block, and of it, are ready."""
+
+SAMPLE_SECONDS = 0.05
+"""Counters are sampled at most that often."""
 
 
 def default_workers() -> int:
@@ -76,6 +80,7 @@ class Stream:
         self.workers = max(1, min(workers or default_workers(), len(plan.ranges)))
         self.probe = LoopProbe()
         self.rss_peak = 0
+        self._rss = 0
         self.first_layer_at: float | None = None
         """On ``time.perf_counter``."""
         self._load_id = load_id
@@ -99,6 +104,11 @@ class Stream:
         self._unsettled = Counter(plan.arenas[part.arena].device for part in plan.ranges if plan.is_staged(part))
         """Staged ranges that are left, by device: the last one takes the device's staging memory with it."""
         self._charged: dict[int, int] = {}
+        self._times: dict[int, list[StageTime]] = {}
+        """Of the ranges under way, by index."""
+        self._submitted: dict[int, float] = {}
+        """When the uploads in flight began, by index."""
+        self._sampled_at = 0.0
         # Growing, settling and releasing have a thread each, and one is to spare.
         self._threads = ThreadPoolExecutor(self.workers + 4, thread_name_prefix="ggufstream")
         self._bytes_done = 0
@@ -156,6 +166,17 @@ class Stream:
     async def _hop(self, work: Callable[[], _T]) -> _T:
         """Run ``work`` in a thread of the stream's own. Cancelling waits for its end."""
         return await in_thread(work, self._threads)
+
+    @contextmanager
+    def _timed(self, part: Range, stage: Literal["read", "repack", "release"]) -> Iterator[None]:
+        """Note how long this thread spends with a stage of a range."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            worker = threading.current_thread().name
+            times = self._times.setdefault(part.index, [])
+            times.append(StageTime(stage, worker, started, time.perf_counter()))
 
     def _pool(self, part: Range) -> SlabPool:
         """Staging memory for a range that is staged."""
@@ -219,7 +240,8 @@ class Stream:
         try:
             arena, arena_plan = self._arenas[part.arena], self._plan.arenas[part.arena]
             if arena_plan.spans:
-                self._sources[part.shard].fetch(part, None)  # makes the pages resident; the device reads them there
+                with self._timed(part, "read"):
+                    self._sources[part.shard].fetch(part, None)  # makes the pages resident; the device reads them there
                 return
             if not self._plan.is_staged(part):
                 self._fill(part, destinations(part, self._plan, arena))
@@ -232,6 +254,7 @@ class Stream:
                 alignment = self._plan.devices[device].plane_alignment
                 runs, copies = staged_copies(part, self._plan, arena, staging, alignment)
                 self._fill(part, runs)
+                self._submitted[part.index] = time.perf_counter()
                 ticket = self._backends[device].upload(staging, copies)
             except BaseException:
                 pool.give(staging)
@@ -250,16 +273,24 @@ class Stream:
     def _fill(self, part: Range, runs: list[list[Bytes]]) -> None:
         """Bring the bytes of a range into the runs of its pieces, straight from the file where they go in unchanged."""
         source = self._sources[part.shard]
-        if self._is_verbatim(part) and source.fetch_into(part, [piece_runs[0] for piece_runs in runs]):
-            return
+        if self._is_verbatim(part):
+            with self._timed(part, "read"):
+                if source.fetch_into(part, [piece_runs[0] for piece_runs in runs]):
+                    return
         if self._scratch.nbytes == 0:
-            pack(part, self._plan, source.fetch(part, None), runs)
+            self._pack(part, None, runs)
             return
         scratch = self._scratch.take()
         try:
-            pack(part, self._plan, source.fetch(part, scratch.view), runs)
+            self._pack(part, scratch.view, runs)
         finally:
             self._scratch.give(scratch)
+
+    def _pack(self, part: Range, scratch: Bytes | None, runs: list[list[Bytes]]) -> None:
+        with self._timed(part, "read"):
+            data = self._sources[part.shard].fetch(part, scratch)
+        with self._timed(part, "repack"):
+            pack(part, self._plan, data, runs)
 
     async def _settle(self, packed: MemoryObjectReceiveStream[Range], done: MemoryObjectSendStream[Range]) -> None:
         """Wait for the device, in order of upload; tell what is ready."""
@@ -272,6 +303,10 @@ class Stream:
 
     def _settle_one(self, part: Range) -> None:
         self._uploads.settle(part)
+        submitted = self._submitted.pop(part.index)
+        self._times[part.index].append(
+            StageTime("upload", self._plan.arenas[part.arena].name, submitted, time.perf_counter())
+        )
         device = self._plan.arenas[part.arena].device
         self._unsettled[device] -= 1
         if not self._unsettled[device]:
@@ -312,15 +347,52 @@ class Stream:
                 await self._hop(partial(self._drop, batch))
                 for finished in batch:
                     self._budget.release(self._charged.pop(finished.index))
+                    self._moved(finished)
+                if time.perf_counter() - self._sampled_at >= SAMPLE_SECONDS:
+                    self._sample()
         await self._hop(self._finish)
+        self._sample()
         self._probing.cancel()
 
     def _drop(self, batch: Sequence[Range]) -> None:
-        self.rss_peak = max(self.rss_peak, rss_bytes())
+        self._measure_rss()
         for part in batch:
-            self._releaser.release(part)
+            with self._timed(part, "release"):
+                self._releaser.release(part)
+
+    def _measure_rss(self) -> None:
+        self._rss = rss_bytes()
+        self.rss_peak = max(self.rss_peak, self._rss)
+
+    def _moved(self, part: Range) -> None:
+        self._emit(
+            RangeMoved(
+                load_id=self._load_id,
+                range=part.index,
+                nbytes=part.nbytes,
+                tensors=tuple(dict.fromkeys(self._plan.entries[piece.entry].tensor.name for piece in part.pieces)),
+                arena=part.arena,
+                stages=tuple(self._times.pop(part.index)),
+            )
+        )
+
+    def _sample(self) -> None:
+        self._sampled_at = time.perf_counter()
+        self._emit(
+            Sampled(
+                load_id=self._load_id,
+                at=self._sampled_at,
+                staging_bytes=sum(self._charged.values()),
+                uploads=len(self._uploads),
+                allocated_bytes=sum(arena.allocated_bytes for arena in self._arenas.values()),
+                rss_bytes=self._rss,
+                page_cache_bytes=None,
+                loop_lag_seconds=self.probe.latest(),
+            )
+        )
 
     def _finish(self) -> None:
+        self._measure_rss()
         self._releaser.finish()
         for source in self._sources:
             source.check_unchanged()

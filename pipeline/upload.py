@@ -71,6 +71,9 @@ class Uploads:
         with self._lock:
             self._in_flight[upload.part.index] = upload
 
+    def __len__(self) -> int:
+        return len(self._in_flight)
+
     def settle(self, part: Range) -> None:
         """Block until the device has finished a range, and take its staging memory back.
 
