@@ -204,6 +204,21 @@ class Backend(ABC):
         """
 
     @abstractmethod
+    def gather(self, table: Sequence[Slice], ids: npt.NDArray[np.int64], target: Chunk, offset: int) -> None:
+        """Decode rows of a table where it lies, into other memory of the device; returns when they are there.
+
+        Args:
+            table: The slices of one table in row order.
+            ids: Rows of it, in any order, repeated or not.
+            target: A chunk that the table does not lie in. The float32 elements of all rows come there, in the order of
+                ``ids`` and nothing between them.
+            offset: Where they begin in ``target``: bytes, a multiple of 4.
+
+        Raises:
+            UnsupportedByDeviceError: The type has no decoder, or the device none for this layout.
+        """
+
+    @abstractmethod
     def statistics(self) -> dict[str, Any]:
         """Counters: at least ``live_bytes``, ``live_chunks``, ``peak_bytes``, ``staging_bytes`` (integers)."""
 

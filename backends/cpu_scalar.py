@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggufstream.backends.base import Backend, Capabilities, Chunk, Copy, Intent, Slice, Staging, Ticket
+from ggufstream.backends.gather import gather_on_host
 from ggufstream.backends.host_memory import (
     HOST_CHUNK_BYTES,
     HOST_MEMORY,
@@ -71,14 +72,21 @@ class CpuScalarBackend(Backend):
         return copy_now(staging, copies)
 
     def read(self, chunk: Chunk, offset: int, destination: Bytes) -> None:
-        assert chunk.view is not None
-        np.copyto(destination, chunk.view[offset : offset + destination.size])
+        np.copyto(destination, _memory(chunk)[offset : offset + destination.size])
 
     def linear(self, weight: Sequence[Slice], x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         return linear_by_decoding(self.read, weight, x, multiply_in_order)
+
+    def gather(self, table: Sequence[Slice], ids: npt.NDArray[np.int64], target: Chunk, offset: int) -> None:
+        gather_on_host(table, ids, target, offset, _memory)
 
     def statistics(self) -> dict[str, Any]:
         return memory_statistics(self._chunks, self._staging) | {"mapped_bytes": self._mapped.live_bytes}
 
     def close(self) -> None:
         return
+
+
+def _memory(chunk: Chunk) -> Bytes:
+    assert chunk.view is not None
+    return chunk.view

@@ -7,6 +7,7 @@ that reuses staging memory too early reads wrong bytes here.
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 import time
@@ -18,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggufstream.backends.base import Backend, Capabilities, Chunk, Copy, Intent, Slice, Staging, Ticket
+from ggufstream.backends.gather import gather_on_host
 from ggufstream.backends.host_memory import Counter, HostChunk, HostStaging, MappedChunk, memory_statistics
 from ggufstream.backends.products import linear_by_decoding, multiply_with_blas
 from ggufstream.backends.profiles import PROFILES
@@ -55,6 +57,10 @@ class _DeviceChunk(Chunk):
 
     def read(self, offset: int, destination: Bytes) -> None:
         pread_into(self._descriptor, [destination], offset)
+
+    def seen(self) -> Bytes:
+        """The memory as the device sees it, for its own work."""
+        return np.frombuffer(mmap.mmap(self._descriptor, self.nbytes), np.uint8)
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -239,12 +245,16 @@ class SimulatedBackend(Backend):
         if isinstance(chunk, _DeviceChunk):
             chunk.read(offset, destination)
         else:
-            assert chunk.view is not None
-            np.copyto(destination, chunk.view[offset : offset + destination.size])
+            np.copyto(destination, _view(chunk)[offset : offset + destination.size])
 
     def linear(self, weight: Sequence[Slice], x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         self._check_there()
         return linear_by_decoding(self.read, weight, x, multiply_with_blas)
+
+    def gather(self, table: Sequence[Slice], ids: npt.NDArray[np.int64], target: Chunk, offset: int) -> None:
+        self._check_there()
+        seen = {c: c.seen() for c in {target, *(part.chunk for part in table)} if isinstance(c, _DeviceChunk)}
+        gather_on_host(table, ids, target, offset, lambda chunk: seen[chunk] if chunk in seen else _view(chunk))
 
     def statistics(self) -> dict[str, Any]:
         """Also: allocations so far, bytes mapped and pinned, copies done and their bytes, uploads in flight and theirs."""
@@ -268,5 +278,9 @@ def _write(chunk: Chunk, offset: int, source: Bytes) -> None:
     if isinstance(chunk, _DeviceChunk):
         chunk.write(offset, source)
     else:
-        assert chunk.view is not None
-        np.copyto(chunk.view[offset : offset + source.size], source)
+        np.copyto(_view(chunk)[offset : offset + source.size], source)
+
+
+def _view(chunk: Chunk) -> Bytes:
+    assert chunk.view is not None
+    return chunk.view

@@ -27,9 +27,10 @@ import numpy.typing as npt
 import pytest
 
 from ggufstream.backends.base import Backend, Capabilities, Chunk, Copy, Intent, Slice, Staging, Ticket
+from ggufstream.backends.decode import DECODABLE, decode
 from ggufstream.errors import ClosedError, DeviceLostError, OutOfDeviceMemoryError, OutOfHostMemoryError
 from ggufstream.ggml_types import BY_ID, BY_NAME, GGMLType
-from ggufstream.layouts import Bytes, Extent, Layout
+from ggufstream.layouts import Bytes, Extent, Layout, Raw
 
 __all__ = ["BackendConformance", "BackendWrapper", "FaultyBackend", "SlowBackend", "default_fault", "random_bytes"]
 
@@ -220,6 +221,46 @@ class BackendConformance:
         assert backend.statistics()["staging_bytes"] == 0
         backend.staging(64).close()
 
+    @pytest.mark.parametrize("type_name", sorted(DECODABLE))
+    def test_gathered_rows_are_those_of_the_reference_decoder(
+        self, backend: Backend, handles: ExitStack, type_name: str
+    ) -> None:
+        ggml_type, row_blocks, cut, rows = BY_NAME[type_name], 3, 7, 11
+        elements = row_blocks * ggml_type.block_elements
+        row_bytes = row_blocks * ggml_type.block_bytes
+        data = random_bytes(rows * row_bytes, seed=ggml_type.id)
+        want = decode(ggml_type, data).reshape(rows, elements)
+        layouts = {Raw(), backend.resolve(ggml_type, (rows, elements), Intent.LINEAR | Intent.LOOKUP) or Raw()}
+        ids = np.array([10, 3, 3, 0, 6, 7, 10, 8, 1], np.int64)
+        for layout in layouts:
+            table = [
+                self.slice(backend, handles, data[: cut * row_bytes], ggml_type, row_blocks, layout),
+                self.slice(backend, handles, data[cut * row_bytes :], ggml_type, row_blocks, layout),
+            ]
+            offset = 4 * 37
+            target = self.chunk(backend, handles, offset + 4 * elements * ids.size + 8)
+            for some in (ids, ids[:0]):
+                backend.gather(table, some, target, offset)
+            got = self.contents(backend, target, offset, 4 * elements * ids.size).view(np.float32)
+            # Whatever NaN it is; all others bit for bit, zeros with their sign and subnormal numbers among them.
+            plain = ~np.isnan(want[ids].reshape(-1))
+            assert np.array_equal(np.isnan(got), ~plain)
+            assert np.array_equal(got.view(np.uint32)[plain], want[ids].reshape(-1).view(np.uint32)[plain])
+
+    def slice(
+        self, backend: Backend, handles: ExitStack, data: Bytes, ggml_type: GGMLType, row_blocks: int, layout: Layout
+    ) -> Slice:
+        """Rows as they are in the file, placed in a chunk of their own."""
+        rows = data.size // (row_blocks * ggml_type.block_bytes)
+        extent = Extent(type=ggml_type, rows=rows, row_blocks=row_blocks)
+        nbytes = layout.nbytes(extent)
+        packed = np.zeros(nbytes + -nbytes % 4, np.uint8)
+        runs = layout.runs(extent, 0, extent.blocks)
+        layout.pack(extent, data, [packed[run.offset : run.offset + run.nbytes] for run in runs])
+        chunk = self.chunk(backend, handles, packed.size)
+        backend.upload(self.staged(backend, handles, packed), [Copy(0, chunk, 0, packed.size)]).wait()
+        return Slice(chunk=chunk, offset=0, nbytes=nbytes, extent=extent, layout=layout)
+
     def test_resolve_is_pure_and_gives_layouts_that_fit(self, backend: Backend) -> None:
         before = backend.statistics()
         for ggml_type in BY_ID.values():
@@ -301,6 +342,9 @@ class BackendWrapper(Backend):
     def linear(self, weight: Sequence[Slice], x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         return self.inner.linear(weight, x)
 
+    def gather(self, table: Sequence[Slice], ids: npt.NDArray[np.int64], target: Chunk, offset: int) -> None:
+        self.inner.gather(table, ids, target, offset)
+
     def statistics(self) -> dict[str, Any]:
         return self.inner.statistics()
 
@@ -324,13 +368,13 @@ class FaultyBackend(BackendWrapper):
 
     Args:
         inner: The backend that does the work.
-        fail: For ``allocate``, ``map_pages``, ``staging``, ``upload``, ``wait``, ``read`` or ``linear``: which call
-            fails, counted from 1. All other calls work.
+        fail: For ``allocate``, ``map_pages``, ``staging``, ``upload``, ``wait``, ``read``, ``linear`` or ``gather``:
+            which call fails, counted from 1. All other calls work.
         errors: The error to raise for a method, where it is not :func:`default_fault`.
     """
 
     METHODS: ClassVar[frozenset[str]] = frozenset(
-        {"allocate", "map_pages", "staging", "upload", "wait", "read", "linear"}
+        {"allocate", "map_pages", "staging", "upload", "wait", "read", "linear", "gather"}
     )
 
     def __init__(
@@ -377,6 +421,10 @@ class FaultyBackend(BackendWrapper):
     def linear(self, weight: Sequence[Slice], x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         self.count("linear")
         return super().linear(weight, x)
+
+    def gather(self, table: Sequence[Slice], ids: npt.NDArray[np.int64], target: Chunk, offset: int) -> None:
+        self.count("gather")
+        super().gather(table, ids, target, offset)
 
 
 class _FaultyTicket(Ticket):

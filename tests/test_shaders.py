@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 
 from ggufstream.backends.base import Backend, Slice
 from ggufstream.backends.decode import DECODABLE, decode
-from ggufstream.backends.vulkan import compute
+from ggufstream.backends.vulkan import compute, gather
 from ggufstream.backends.vulkan.backend import VulkanBackend
 from ggufstream.errors import ClosedError, OptionError, UnsupportedByDeviceError
 from ggufstream.ggml_types import BY_NAME, GGMLType
@@ -154,6 +155,40 @@ def test_threads_may_multiply_at_once(backend: VulkanBackend, stack: ExitStack) 
         assert list(threads.map(work, cases)) == [None] * len(cases)
 
 
+@pytest.mark.parametrize(("wanted", "reach"), [(5, None), (1000, 3)], ids=["numbers", "binding"])
+def test_more_rows_than_one_dispatch_gives(
+    backend: VulkanBackend, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, wanted: int, reach: int | None
+) -> None:
+    ggml_type, blocks, w = weights("Q4_K", 40, 1)
+    table = placed(stack, backend, blocks, ggml_type, row_blocks=1, layout=Planar(), cuts=(11, 12))
+    monkeypatch.setattr(gather, "_WANTED", wanted)
+    if reach is not None:
+        limits = backend.record.limits
+        alignment = limits.min_storage_buffer_offset_alignment
+        small = replace(limits, max_storage_buffer_range=4 * 256 * reach + alignment)
+        monkeypatch.setattr(backend.device, "record", replace(backend.record, limits=small))
+    ids = np.random.default_rng(0).integers(0, 40, 64)
+    target = backend.allocate(4 * (1 + ids.size * 256))
+    stack.callback(target.close)
+    before = backend.statistics()["submits"]
+    backend.gather(table, ids, target, 4)
+    assert backend.statistics()["submits"] - before > 64 // 5
+    got = np.empty((ids.size, 256), np.float32)
+    backend.read(target, 4, got.reshape(-1).view(np.uint8))
+    assert np.array_equal(got, w[ids])
+
+
+def test_a_row_that_no_binding_reaches(
+    backend: VulkanBackend, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ggml_type, blocks, _ = weights("Q4_K", 2, 1)
+    table = placed(stack, backend, blocks, ggml_type, row_blocks=1, layout=Planar())
+    small = replace(backend.record.limits, max_storage_buffer_range=1000)
+    monkeypatch.setattr(backend.device, "record", replace(backend.record, limits=small))
+    with pytest.raises(UnsupportedByDeviceError, match="a row takes 1,024 bytes"):
+        backend.gather(table, np.zeros(1, np.int64), table[0].chunk, 0)
+
+
 def test_an_operand_that_does_not_fit(backend: VulkanBackend, stack: ExitStack) -> None:
     ggml_type, blocks, _ = weights("Q4_0", 3, 2)
     weight = placed(stack, backend, blocks, ggml_type, row_blocks=2, layout=Planar())
@@ -189,7 +224,9 @@ def test_every_type_that_can_be_decoded_has_a_shader() -> None:
 def test_every_shader_is_compiled_and_every_compiled_shader_has_a_source() -> None:
     sources = {path.stem for path in SHADERS.glob("*.comp")}
     assert sources == {name.lower() for name in compute.SUPPORTED}
-    assert {path.stem for path in SHADERS.glob("*.spv")} == sources
+    assert {path.name for path in SHADERS.glob("*.spv")} == {
+        f"{name}{suffix}" for name in sources for suffix in (".spv", ".gather.spv")
+    }
 
 
 @pytest.mark.slow
@@ -200,6 +237,8 @@ def test_compiled_shaders_are_those_of_the_sources(tmp_path: Path) -> None:
     compile_shader = namespace["compile_shader"]
     assert callable(compile_shader)
     for source in SHADERS.glob("*.comp"):
-        target = tmp_path / f"{source.stem}.spv"
-        compile_shader(source, target)
-        assert target.read_bytes() == source.with_suffix(".spv").read_bytes(), f"run shaders/build.py: {source.name}"
+        compile_shader(source, tmp_path)
+    for compiled in SHADERS.glob("*.spv"):
+        assert (tmp_path / compiled.name).read_bytes() == compiled.read_bytes(), (
+            f"run shaders/build.py: {compiled.name}"
+        )

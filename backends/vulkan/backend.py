@@ -26,6 +26,7 @@ from ggufstream.layouts import Bytes, Layout, Planar, Raw
 
 if TYPE_CHECKING:  # imported on first use: shaders are of no use to most commands
     from ggufstream.backends.vulkan.compute import Compute
+    from ggufstream.backends.vulkan.gather import Gather
 
 __all__ = ["VulkanBackend"]
 
@@ -62,6 +63,7 @@ class VulkanBackend(Backend):
         self._allocations = 0
         self._closed = False
         self._compute: Compute | None = None
+        self._gather: Gather | None = None
         with ExitStack() as undo:
             instance = VulkanInstance(api or Vulkan(), validation=validation)
             undo.callback(instance.close)
@@ -184,8 +186,13 @@ class VulkanBackend(Backend):
         self._check()
         return self._products().linear(weight, x)
 
+    def gather(self, table: Sequence[Slice], ids: npt.NDArray[np.int64], target: Chunk, offset: int) -> None:
+        self._check()
+        assert isinstance(target, VulkanChunk)
+        self._rows().rows(table, ids, target, offset)
+
     def _host_buffer(self, nbytes: int) -> HostAllocation:
-        # For the operands of a product.
+        # For the operands of a product, and the numbers of rows.
         return HostAllocation(self.device, nbytes, usage=USAGE_STORAGE, memory_type=self._plan.staging)
 
     def _products(self) -> Compute:
@@ -197,6 +204,16 @@ class VulkanBackend(Backend):
                 self._compute = Compute(self.device, self._host_buffer)
                 self._undo.callback(self._compute.close)
             return self._compute
+
+    def _rows(self) -> Gather:
+        from ggufstream.backends.vulkan.gather import Gather
+
+        with self._lock:
+            self._check()
+            if self._gather is None:
+                self._gather = Gather(self.device, _product_types(), self._host_buffer)
+                self._undo.callback(self._gather.close)
+            return self._gather
 
     def statistics(self) -> dict[str, Any]:
         return memory_statistics(self._chunks, self._staging) | {

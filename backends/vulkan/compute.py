@@ -2,8 +2,7 @@
 
 One shader a type (``shaders/*.comp``, compiled beside its source) decodes blocks on the fly. ``x`` and ``y`` lie in
 mapped buffers that are kept between calls; a device with memory of its own copies ``x`` there first, since every row
-reads all of it. Products of one backend run one at a time: they share the buffers, the command pool and the descriptor
-set, and the device has one compute queue anyway.
+reads all of it. Products of one backend run one at a time, since they share the buffers.
 """
 
 from __future__ import annotations
@@ -11,9 +10,7 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
-from importlib import resources
 from typing import Final
 
 import numpy as np
@@ -21,11 +18,12 @@ import numpy.typing as npt
 
 from ggufstream.backends.base import Slice
 from ggufstream.backends.products import check_operand
-from ggufstream.backends.vulkan.api import USAGE_STORAGE, Buffer, CommandBuffer, Pipeline, Region
+from ggufstream.backends.vulkan.api import USAGE_STORAGE, CommandBuffer, Region
 from ggufstream.backends.vulkan.device import VulkanDevice
 from ggufstream.backends.vulkan.errors import BACKEND
+from ggufstream.backends.vulkan.kernels import MAX_FIELDS, Kernels, padded, weight_binding
 from ggufstream.backends.vulkan.memory import Allocation
-from ggufstream.backends.vulkan.transfer import Submission, VulkanChunk
+from ggufstream.backends.vulkan.transfer import VulkanChunk
 from ggufstream.errors import UnsupportedByDeviceError
 from ggufstream.layouts import F32, Planar
 
@@ -45,8 +43,7 @@ _BATCH: Final = 4
 """Vectors that one decoding serves where there are several; ``MAX_BATCH`` in ``linear.glsl``."""
 _PADDING: Final = 8
 """``x`` is padded to a multiple of this many elements: the longest piece of an unquantized row."""
-_MAX_PLANES: Final = 5
-_PUSH: Final = struct.Struct(f"<6I{_MAX_PLANES}I")
+_PUSH: Final = struct.Struct(f"<6I{MAX_FIELDS}I")
 """``Sizes`` in ``linear.glsl``."""
 
 _OPERAND_BYTES: Final = 16 << 20
@@ -68,21 +65,10 @@ class Compute:
         self._device = device
         self._host_buffer = host_buffer
         self._lock = threading.Lock()
-        self._pipelines: dict[tuple[str, int], Pipeline] = {}
+        self._kernels = Kernels(device, buffers=3, constant_bytes=_PUSH.size)
         self._x: Allocation | None = None
         self._near: Allocation | None = None
         self._y: Allocation | None = None
-        api, handle = device.api, device.handle
-        with ExitStack() as undo:
-            set_layout = api.create_descriptor_set_layout(handle, 3)
-            undo.callback(api.destroy_descriptor_set_layout, handle, set_layout)
-            self._layout = api.create_pipeline_layout(handle, set_layout, _PUSH.size)
-            undo.callback(api.destroy_pipeline_layout, handle, self._layout)
-            pool = api.create_descriptor_pool(handle, sets=1, buffers=3)
-            undo.callback(api.destroy_descriptor_pool, handle, pool)
-            self._set = api.allocate_descriptor_set(handle, pool, set_layout)
-            self._submission = Submission(device, device.compute)
-            self._undo = undo.pop_all()
 
     def linear(self, weight: Sequence[Slice], x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """``x @ W.T`` in float32: shapes ``(n, n_in)`` and ``(n, rows)``. Blocks until it is there.
@@ -151,65 +137,38 @@ class Compute:
 
     def _multiply(self, part: Slice, sizes: tuple[int, ...]) -> None:
         """One slice; ``sizes`` are those of the shader, up to the planes."""
-        api, x, y = self._device.api, self._x, self._y
+        x, y = self._x, self._y
         assert x is not None
         assert y is not None
         near = self._near if _must_copy(x) else None
         _, _, vectors, stride, *_ = sizes
         shader, planes = _shader(part)
         batch = 1 if vectors == 1 else _BATCH
-        pipeline = self._pipeline(shader, batch)
-        groups = -(-part.extent.rows // _ROWS)
-        wide = min(groups, self._device.record.limits.max_compute_work_group_count[0])
-        # Shaders read whole words, of which the last may hold a byte or two. Arenas pad slices, so it is in the chunk.
-        nbytes = part.nbytes + -part.nbytes % 4
-        assert part.offset + nbytes <= part.chunk.nbytes, "chunks end at a whole word"
         operand = near or x
-        bindings = [
-            (Buffer(part.chunk.handle), part.offset, nbytes),
-            (operand.buffer, 0, operand.nbytes),
-            (y.buffer, 0, y.nbytes),
-        ]
-        constants = _PUSH.pack(*sizes, *planes, *[0] * (_MAX_PLANES - len(planes)))
 
-        def record(commands: CommandBuffer) -> None:
-            # The batch before has ended, so the set is free. What uploads wrote was waited for; this makes it visible.
-            api.write_descriptors(self._device.handle, self._set, bindings)
+        def copy_near(commands: CommandBuffer) -> None:
             if near is not None:
-                api.copy(commands, x.buffer, near.buffer, [Region(0, 0, 16 * vectors * stride)])
-            api.barrier(commands)
-            api.bind(commands, pipeline, self._layout, self._set)
-            api.push_constants(commands, self._layout, constants)
-            api.dispatch(commands, wide, -(-groups // wide), -(-vectors // batch))
-            api.barrier(commands, host=True)
+                self._device.api.copy(commands, x.buffer, near.buffer, [Region(0, 0, 16 * vectors * stride)])
 
-        self._submission.wait(self._submission.run(record))
-
-    def _pipeline(self, shader: str, batch: int) -> Pipeline:
-        key = shader, batch
-        if key not in self._pipelines:
-            code = resources.files("ggufstream.backends.vulkan").joinpath("shaders", f"{shader}.spv").read_bytes()
-            api, handle = self._device.api, self._device.handle
-            module = api.create_shader_module(handle, code)
-            try:
-                self._pipelines[key] = api.create_compute_pipeline(handle, module, self._layout, constants=[batch])
-            finally:
-                api.destroy_shader_module(handle, module)
-        return self._pipelines[key]
+        self._kernels.run(
+            shader,
+            batch,
+            [weight_binding(part), (operand.buffer, 0, operand.nbytes), (y.buffer, 0, y.nbytes)],
+            _PUSH.pack(*sizes, *padded(planes)),
+            groups=-(-part.extent.rows // _ROWS),
+            deep=-(-vectors // batch),
+            before=copy_near,
+        )
 
     def close(self) -> None:
         """Free everything, before the device is closed; what a lost device may still use, when that closes."""
         with self._lock:
-            self._submission.close(self._free)
+            self._kernels.close(self._free)
 
     def _free(self) -> None:
         for buffer in (self._x, self._near, self._y):
             if buffer is not None:
                 buffer.close()
-        for pipeline in self._pipelines.values():
-            self._device.api.destroy_pipeline(self._device.handle, pipeline)
-        self._pipelines.clear()
-        self._undo.close()
 
 
 def _must_copy(x: Allocation) -> bool:

@@ -7,9 +7,9 @@
 #define PARTS 1
 #define VECTORS 2
 #define ROW_BLOCKS ((row_blocks + ELEMENTS - 1) / ELEMENTS)
-#include "linear.glsl"
+#include "weight.glsl"
 
-void decode(uint row, uint column, uint part, out vec4 w[VECTORS]) {
+void decode(uint row, uint column, uint part, OUT vec4 w[VECTORS]) {
     for (uint i = 0; i < ELEMENTS; ++i) {
         // Rows may end anywhere. x is padded with zeros, but what follows the row may be NaN, so it is never used.
         const uint k = column * ELEMENTS + i;

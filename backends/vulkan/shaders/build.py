@@ -12,15 +12,20 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 
 
-def compile_shader(source: Path, target: Path) -> None:
-    """Compile one ``.comp`` file. Optimized, and without debug names, so that equal sources give equal bytes."""
-    command = ["glslc", "-O", "--target-env=vulkan1.1", source.name, "-o", str(target)]
-    subprocess.run(command, cwd=source.parent, check=True)  # noqa: S603 - our own files
+def compile_shader(source: Path, folder: Path) -> None:
+    """Compile one ``.comp`` file twice: ``NAME.spv`` multiplies, and ``NAME.gather.spv`` gives rows.
+
+    Optimized, and without debug names, so that equal sources give equal bytes.
+    """
+    for suffix, definitions in ((".spv", []), (".gather.spv", ["-DGATHER"])):
+        target = folder / f"{source.stem}{suffix}"
+        command = ["glslc", "-O", "--target-env=vulkan1.1", *definitions, source.name, "-o", str(target)]
+        subprocess.run(command, cwd=source.parent, check=True)  # noqa: S603 - our own files
 
 
 def main() -> None:
     for source in sorted(FOLDER.glob("*.comp")):
-        compile_shader(source, source.with_suffix(".spv"))
+        compile_shader(source, FOLDER)
 
 
 if __name__ == "__main__":

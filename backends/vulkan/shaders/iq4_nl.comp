@@ -6,10 +6,10 @@
 #define ELEMENTS 32
 #define PARTS 2
 #define VECTORS 4
-#include "linear.glsl"
+#include "weight.glsl"
 #include "levels.glsl"
 
-void decode(uint row, uint column, uint part, out vec4 w[VECTORS]) {
+void decode(uint row, uint column, uint part, OUT vec4 w[VECTORS]) {
     const uint block = row * row_blocks + column;
     const float d = half_at(0, block);
     for (uint i = 0; i < 2; ++i) {

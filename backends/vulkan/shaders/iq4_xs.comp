@@ -6,10 +6,10 @@
 #define ELEMENTS 256
 #define PARTS 16
 #define VECTORS 4
-#include "linear.glsl"
+#include "weight.glsl"
 #include "levels.glsl"
 
-void decode(uint row, uint column, uint part, out vec4 w[VECTORS]) {
+void decode(uint row, uint column, uint part, OUT vec4 w[VECTORS]) {
     const uint block = row * row_blocks + column;
     const uint group = part / 2;
     const uint high = half_bits_at(1, block) >> 2 * group & 3;

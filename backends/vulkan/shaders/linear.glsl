@@ -1,10 +1,4 @@
-// The product y = x W^T over a slice of a weight in the planar layout; shared by the shaders of all types.
-//
-// A shader defines, before it includes this file:
-//   ELEMENTS  elements of a block, a multiple of 4
-//   PARTS     equal pieces of a block; one thread decodes one piece at a time
-//   VECTORS   vec4 of weights in a piece
-// and after it, decode() and place(). Storage is read in 32-bit words, so no device feature is needed.
+// The product y = x W^T over a slice of a weight in the planar layout: the `main` of `*.spv`. See weight.glsl.
 //
 // LANES threads share a row and stride over its pieces, so that neighbours read neighbouring words. Each thread sums
 // its pieces in float32, then the partial sums of a row are added: rounding errors grow with the length of a thread's
@@ -20,9 +14,6 @@ layout(local_size_x = LANES, local_size_y = ROWS) in;
 // pipeline there.
 layout(constant_id = 0) const uint BATCH = 1;
 
-layout(set = 0, binding = 0) readonly buffer Weight {
-    uint words[];
-};
 layout(set = 0, binding = 1) readonly buffer Operand {
     vec4 x[];
 };
@@ -39,16 +30,6 @@ layout(push_constant) uniform Sizes {
     uint y_offset;   // of this slice's first row
     uint planes[5];  // where each field's plane starts, in words
 };
-
-#ifndef ROW_BLOCKS
-#define ROW_BLOCKS row_blocks
-#endif
-
-// The weights of one piece: piece `part` of block `column` of `row`.
-void decode(uint row, uint column, uint part, out vec4 w[VECTORS]);
-
-// Which vec4 of the block's elements w[i] is.
-uint place(uint part, uint i);
 
 shared float partial[MAX_BATCH * ROWS * LANES];
 
@@ -92,38 +73,4 @@ void main() {
         }
         y[(first + lane) * y_stride + y_offset + row] = total;
     }
-}
-
-// Access to planes.
-
-uint word_at(uint plane, uint i) {
-    return words[planes[plane] + i];
-}
-
-uint byte_at(uint plane, uint i) {
-    return word_at(plane, i / 4) >> 8 * (i % 4) & 0xFF;
-}
-
-uint half_bits_at(uint plane, uint i) {
-    return word_at(plane, i / 2) >> 16 * (i % 2) & 0xFFFF;
-}
-
-float half_at(uint plane, uint i) {
-    return unpackHalf2x16(half_bits_at(plane, i)).x;
-}
-
-// The four bytes of a word, lowest first.
-uvec4 bytes(uint word) {
-    return uvec4(word & 0xFF, word >> 8 & 0xFF, word >> 16 & 0xFF, word >> 24);
-}
-
-vec4 signed_bytes(uint word) {
-    const int i = int(word);
-    return vec4(bitfieldExtract(i, 0, 8), bitfieldExtract(i, 8, 8), bitfieldExtract(i, 16, 8), i >> 24);
-}
-
-// Bits b to b + 3 of a word, each as the lowest bit of a byte.
-uint spread_bits(uint word, uint b) {
-    const uint four = word >> b & 0xF;
-    return four & 1 | (four & 2) << 7 | (four & 4) << 14 | (four & 8) << 21;
 }

@@ -6,7 +6,7 @@
 #define ELEMENTS 64
 #define PARTS 4
 #define VECTORS 4
-#include "linear.glsl"
+#include "weight.glsl"
 #include "levels.glsl"
 
 // Half of the E4M3 value, since the levels are doubled. 0x7F means zero.
@@ -19,7 +19,7 @@ float half_scale(uint code) {
     return exponent == 0 ? float(mantissa) * exp2(-10.0) : uintBitsToFloat(exponent + 119 << 23 | mantissa << 20);
 }
 
-void decode(uint row, uint column, uint part, out vec4 w[VECTORS]) {
+void decode(uint row, uint column, uint part, OUT vec4 w[VECTORS]) {
     const uint block = row * row_blocks + column;
     const float d = half_scale(byte_at(0, block * 4 + part));
     for (uint i = 0; i < 2; ++i) {

@@ -6,9 +6,9 @@
 #define ELEMENTS 128
 #define PARTS 8
 #define VECTORS 4
-#include "linear.glsl"
+#include "weight.glsl"
 
-void decode(uint row, uint column, uint part, out vec4 w[VECTORS]) {
+void decode(uint row, uint column, uint part, OUT vec4 w[VECTORS]) {
     const uint block = row * row_blocks + column;
     const float d = half_at(0, block);
     const uint qs = word_at(1, block * 4 + part / 2);

@@ -6,9 +6,9 @@
 #define ELEMENTS 256
 #define PARTS 16
 #define VECTORS 4
-#include "linear.glsl"
+#include "weight.glsl"
 
-void decode(uint row, uint column, uint part, out vec4 w[VECTORS]) {
+void decode(uint row, uint column, uint part, OUT vec4 w[VECTORS]) {
     const uint block = row * row_blocks + column;
     const uint qs = word_at(1, block * 16 + part);
     const float d = half_at(2, block);

@@ -6,7 +6,7 @@
 #define ELEMENTS 256
 #define PARTS 16
 #define VECTORS 4
-#include "linear.glsl"
+#include "weight.glsl"
 
 // Low nibbles in bytes 0 to 7, upper two bits in bytes 8 to 11.
 float scale_at(uint block, uint i) {
@@ -15,7 +15,7 @@ float scale_at(uint block, uint i) {
     return float(low | high << 4) - 32.0;
 }
 
-void decode(uint row, uint column, uint part, out vec4 w[VECTORS]) {
+void decode(uint row, uint column, uint part, OUT vec4 w[VECTORS]) {
     const uint block = row * row_blocks + column;
     const uint hmask = word_at(0, block * 8 + part % 8);
     const uint qs = word_at(1, block * 16 + part);

@@ -6,10 +6,10 @@
 #define ELEMENTS 256
 #define PARTS 16
 #define VECTORS 4
-#include "linear.glsl"
+#include "weight.glsl"
 #include "k4_scales.glsl"
 
-void decode(uint row, uint column, uint part, out vec4 w[VECTORS]) {
+void decode(uint row, uint column, uint part, OUT vec4 w[VECTORS]) {
     const uint block = row * row_blocks + column;
     const uint pair = part / 4 * 2;
     const vec2 low = scale_and_minimum(block, pair);

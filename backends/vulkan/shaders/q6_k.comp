@@ -6,13 +6,13 @@
 #define ELEMENTS 256
 #define PARTS 16
 #define VECTORS 4
-#include "linear.glsl"
+#include "weight.glsl"
 
 float scale_at(uint block, uint i) {
     return float(bitfieldExtract(int(word_at(2, block * 4 + i / 4)), int(8 * (i % 4)), 8));
 }
 
-void decode(uint row, uint column, uint part, out vec4 w[VECTORS]) {
+void decode(uint row, uint column, uint part, OUT vec4 w[VECTORS]) {
     const uint block = row * row_blocks + column;
     const float d = half_at(3, block);
     const float low = d * scale_at(block, place(part, 0) / 4);

@@ -6,10 +6,10 @@
 #define ELEMENTS 256
 #define PARTS 13
 #define VECTORS 5
-#include "linear.glsl"
+#include "weight.glsl"
 
 // A byte is a fraction of 256 in base 3: times 3^i, modulo 256, brings digit i to the top.
-void decode(uint row, uint column, uint part, out vec4 w[VECTORS]) {
+void decode(uint row, uint column, uint part, OUT vec4 w[VECTORS]) {
     const uint block = row * row_blocks + column;
     const float d = half_at(2, block);
     uvec4 digits = bytes(part < 12 ? word_at(0, block * 12 + part) : word_at(1, block));
