@@ -44,7 +44,7 @@ async def load(
         OptionError: An option.
     """
     # Importing numpy and the rest takes a quarter of a second: in a thread, so that the event loop goes on meanwhile.
-    job = await asyncio.to_thread(import_module, "ggufstream.job")
+    job = await asyncio.to_thread(import_module, "ggufstream.execution")
     model: Model = await job.submit(
         path, backend=backend, devices=devices, options=options, sinks=sinks, changes=changes
     )

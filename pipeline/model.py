@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
-import anyio
 import numpy as np
 import numpy.typing as npt
 
-from ggufstream.backends.arena import Arena
-from ggufstream.backends.base import Backend, Slice
-from ggufstream.errors import (
-    ClosedError,
-    OptionError,
-    UnsupportedByDeviceError,
-)
-from ggufstream.file_bytes import read_exactly
+from ggufstream.backends.base import Slice
+from ggufstream.errors import OptionError, UnsupportedByDeviceError
 from ggufstream.ggml_types import GGMLType
-from ggufstream.gguf_file import FileIndex
 from ggufstream.layouts import Bytes, Extent, Layout
 from ggufstream.options import Intent, Placement
-from ggufstream.plan import LoadPlan, PlanEntry
-from ggufstream.read import MappedSource
+from ggufstream.plan import PlanEntry
 from ggufstream.report import LoadReport
-from ggufstream.row_tables import RowTables, slices_of
 from ggufstream.rows import Request
-from ggufstream.threads import in_thread, uninterrupted
+from ggufstream.storage import Lease
+from ggufstream.threads import in_thread
 
 __all__ = ["Model", "Weight"]
 
@@ -47,138 +37,6 @@ _NUMPY_TYPES: Mapping[str, str] = {
 
 _WINDOW_BYTES = 8 << 20
 
-_T = TypeVar("_T")
-
-
-class _Storage:
-    """What the weights of a model share: where their bytes lie, and whether the model is open. One a model."""
-
-    def __init__(
-        self,
-        *,
-        index: FileIndex,
-        plan: LoadPlan,
-        backends: Sequence[Backend],
-        arenas: Mapping[str, Arena],
-        descriptors: Mapping[int, int],
-        mapped: Mapping[int, MappedSource],
-        tables: RowTables,
-        close: Callable[[], None],
-    ) -> None:
-        self.plan = plan
-        self.backends = tuple(backends)
-        self.tables = tables
-        self._index = index
-        self._arenas = arenas
-        self._descriptors = descriptors
-        self._mapped = mapped
-        self.is_open = True
-        self._close = close
-        self._closing = anyio.Lock()
-        self._running = 0
-        self._idle = anyio.Event()
-
-    def slices(self, entry: PlanEntry) -> tuple[Slice, ...]:
-        """Where the slices of a tensor lie, in row order."""
-        return slices_of(entry, self._arenas)
-
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """``aclose`` waits for the end of this block."""
-        self.check_open()
-        self._running += 1
-        try:
-            yield
-        finally:
-            self._running -= 1
-            if self._running == 0:
-                self._idle.set()
-                self._idle = anyio.Event()
-
-    async def run(self, work: Callable[[], _T]) -> _T:
-        """Run ``work`` in a worker thread; ``aclose`` waits for it."""
-        with self.in_use():
-            return await in_thread(work)
-
-    def check_open(self) -> None:
-        """Raise ``ClosedError`` if the model is closed."""
-        if not self.is_open:
-            raise ClosedError(f"the model of {self._index.path} is closed", remedy="Load it again")
-
-    def guard(self, entry: PlanEntry, offset: int, nbytes: int) -> None:
-        """Before bytes of a tensor are used that the device reads in the file's pages. Blocks."""
-        if entry.arena is not None and self.plan.arenas[entry.arena].spans and nbytes:
-            self._mapped[entry.tensor.shard].guard(entry.tensor.offset + offset, nbytes)
-
-    def linear(self, entry: PlanEntry, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """The product on the tensor's device. Blocks."""
-        assert entry.device is not None
-        self.guard(entry, 0, entry.tensor.nbytes)
-        return self.backends[entry.device].linear(self.slices(entry), x)
-
-    def read_slice(self, entry: PlanEntry, place: Slice, offset: int, destination: Bytes) -> None:
-        """Copy from a slice into host memory. Blocks."""
-        if entry.device is None:
-            assert place.chunk.view is not None
-            np.copyto(destination, place.chunk.view[place.offset + offset : place.offset + offset + destination.size])
-        else:
-            self.backends[entry.device].read(place.chunk, place.offset + offset, destination)
-
-    def read_file(self, entry: PlanEntry, offset: int, destination: Bytes) -> None:
-        """Read bytes of a tensor that stays in the file. Blocks."""
-        tensor = entry.tensor
-        path = self._index.shards[tensor.shard].path
-        read_exactly(
-            self._descriptors[tensor.shard], destination, tensor.offset + offset, file=path, tensor=tensor.name
-        )
-
-    def host_memory(self, entry: PlanEntry) -> Bytes:
-        """The bytes of a tensor that lies in one slice of host memory, read-only.
-
-        Raises:
-            BufferError: They lie elsewhere.
-        """
-        name, slices = entry.tensor.name, self.slices(entry)
-        if entry.arena is None:
-            raise BufferError(f"{name} stays in the file; use read()")
-        on_host = entry.device is None or self.plan.devices[entry.device].memory == "host"
-        mapped = bool(self.plan.arenas[entry.arena].spans)
-        view = slices[0].chunk.view
-        if not (on_host or mapped) or len(slices) != 1 or view is None:
-            where = ", ".join(f"handle {s.chunk.handle:#x} offset {s.offset} size {s.nbytes}" for s in slices)
-            raise BufferError(f"{name} is on {self.plan.device}: {where}; use read() or slices")
-        memory = view[slices[0].offset : slices[0].offset + slices[0].nbytes]
-        memory.flags.writeable = False
-        return memory
-
-    def statistics(self) -> dict[str, Any]:
-        """Bytes of each arena, calls that are running, and the backend's counters."""
-        return {
-            "arenas": {
-                name: {
-                    "planned_bytes": arena.planned_bytes,
-                    "used_bytes": arena.used_bytes,
-                    "allocated_bytes": arena.allocated_bytes,
-                    "chunks": len(arena.chunks),
-                }
-                for name, arena in self._arenas.items()
-            },
-            "running": self._running,
-            "rows": self.tables.statistics(),
-            "backends": [backend.statistics() for backend in self.backends],
-        }
-
-    async def aclose(self) -> None:
-        """Wait for calls that are running, then free everything. A second call waits for the first."""
-        self.is_open = False
-        await uninterrupted(self._finish())
-
-    async def _finish(self) -> None:
-        async with self._closing:
-            while self._running:
-                await self._idle.wait()
-            await in_thread(self._close)  # an exit stack's: a second call does nothing
-
 
 class Weight:
     """One tensor of a model.
@@ -188,8 +46,9 @@ class Weight:
     says where the bytes lie.
     """
 
-    def __init__(self, storage: _Storage, entry: PlanEntry) -> None:
-        self._storage = storage
+    def __init__(self, lease: Lease, entry: PlanEntry) -> None:
+        self._lease = lease
+        self._storage = lease.storage
         self._entry = entry
 
     @property
@@ -235,7 +94,7 @@ class Weight:
         Raises:
             ClosedError: The model is closed.
         """
-        self._storage.check_open()
+        self._lease.check_open()
         return self._storage.slices(self._entry)
 
     async def read(self) -> bytes:
@@ -249,10 +108,10 @@ class Weight:
         result = np.empty(self.nbytes, np.uint8)
         size = self.type.block_bytes
         for first, count in self.windows():
-            await self._storage.run(
+            await self._lease.run(
                 partial(self._read_blocks, first, count, result[first * size : (first + count) * size])
             )
-        return await self._storage.run(result.tobytes)
+        return await self._lease.run(result.tobytes)
 
     def windows(self) -> Iterator[tuple[int, int]]:
         """First block and count of stretches of a few MiB that cover the tensor: whole rows and whole granules."""
@@ -274,7 +133,7 @@ class Weight:
         them.
         """
         result = np.empty(count * self.type.block_bytes, np.uint8)
-        await self._storage.run(partial(self._read_blocks, first, count, result))
+        await self._lease.run(partial(self._read_blocks, first, count, result))
         return result
 
     def _read_blocks(self, first: int, count: int, result: Bytes) -> None:
@@ -305,7 +164,7 @@ class Weight:
         """
         if self.nbytes == 0:
             return np.empty(self.shape, np.uint8)
-        self._storage.check_open()
+        self._lease.check_open()
         memory = self._storage.host_memory(self._entry)
         if self.layout.name == "f32":
             return memory.view("<f4").reshape(self.shape)
@@ -328,42 +187,89 @@ class Weight:
         device: tuple[int, int] = self.array().__dlpack_device__()
         return device
 
+    async def linear(self, x: npt.ArrayLike) -> npt.NDArray[np.float32]:
+        """The product ``x @ W.T``, computed where the weight lies. Its intent is ``LINEAR``.
+
+        Args:
+            x: Shape ``(…, n_in)``; converted to float32.
+
+        Returns:
+            Shape ``(…, n_out)``; for a weight of more than two dimensions, all its rows are outputs.
+
+        Raises:
+            OptionError: The shapes do not fit.
+            UnsupportedByDeviceError: The backend has no product for this weight.
+            ClosedError: The model is closed.
+        """
+        batch = np.ascontiguousarray(x, dtype=np.float32)
+        n_in = self.shape[-1] if self.shape else 1
+        if batch.ndim == 0 or batch.shape[-1] != n_in:
+            raise OptionError(f"x has shape {batch.shape}, but a row of {self.name} has {n_in} elements")
+        if self.device is None:
+            raise UnsupportedByDeviceError(
+                f"{self.name} is not on a device ({self.placement})",
+                backend=self._storage.plan.backend,
+                tensor=self.name,
+                remedy="See the reason in the plan",
+            )
+        result = await self._lease.run(partial(self._storage.linear, self._entry, batch.reshape(-1, n_in)))
+        return result.reshape(*batch.shape[:-1], -1)
+
+    async def rows(self, ids: npt.ArrayLike) -> npt.NDArray[np.float32]:
+        """Rows of a lookup table, decoded. Its intent is ``LOOKUP``.
+
+        Rows that are asked for several times are had and decoded once. They come from the row cache, else from where
+        the table lies: out of the file by page (``ROWS``), or from the one copy that was loaded.
+
+        Args:
+            ids: Row numbers: any whole numbers of any shape, repeated, in any order.
+
+        Returns:
+            Shape ``(*ids.shape, row elements)``.
+
+        Raises:
+            RowIndexError: The table has no such row. Also an ``IndexError``.
+            OptionError: The ids are not whole numbers, or the weight is no table.
+            FileError: The rows cannot be read any more, for instance of a file that was cut.
+            DeviceError: The device cannot give them back.
+            ClosedError: The model is closed.
+        """
+        return (await self._request(ids, prefetch=False)).result
+
+    async def prefetch(self, ids: npt.ArrayLike) -> None:
+        """Bring rows that are wanted next into the row cache, at most as many as it holds, the lowest ids first.
+
+        Run it beside the computation, as a task of its own. ``rows`` waits for what this is bringing, and does not read
+        it again. Without a cache, and for tables in memory, there is nothing to do. Raises as ``rows``.
+        """
+        await self._request(ids, prefetch=True)
+
+    async def _request(self, ids: npt.ArrayLike, *, prefetch: bool) -> Request:
+        with self._lease.in_use():
+            table = await in_thread(partial(self._storage.tables.table, self._entry))
+            request = await in_thread(partial(table.request, ids, prefetch=prefetch))
+            while request.more:  # a hop for each batch, so that cancelling need not wait for all
+                await in_thread(request.step)
+        return request
+
     def __repr__(self) -> str:
         shape = "×".join(map(str, self.shape)) or "scalar"
         return f"<Weight {self.name}: {self.type.name} {shape}, {self.placement} {self.layout.name}>"
 
 
 class Model(Mapping[str, Weight]):
-    """The tensors of a loaded file, by name. Owns the device memory: ``await model.aclose()``, or ``async with``."""
+    """The tensors of a loaded file, by name. Holds the device memory: ``await model.aclose()``, or ``async with``.
 
-    def __init__(
-        self,
-        *,
-        index: FileIndex,
-        plan: LoadPlan,
-        report: LoadReport,
-        backends: Sequence[Backend],
-        arenas: Mapping[str, Arena],
-        descriptors: Mapping[int, int],
-        mapped: Mapping[int, MappedSource],
-        tables: RowTables,
-        close: Callable[[], None],
-    ) -> None:
-        self.index = index
-        self.plan = plan
+    Models of one shared load hold the same memory; it is freed when the last of them is closed.
+    """
+
+    def __init__(self, lease: Lease, report: LoadReport) -> None:
+        self.index = lease.storage.index
+        self.plan = lease.storage.plan
+        self.backends = lease.storage.backends
         self.report = report
-        self.backends = tuple(backends)
-        self._storage = _Storage(
-            index=index,
-            plan=plan,
-            backends=backends,
-            arenas=arenas,
-            descriptors=descriptors,
-            mapped=mapped,
-            tables=tables,
-            close=close,
-        )
-        self._entries = {entry.tensor.name: entry for entry in plan.entries}
+        self._lease = lease
+        self._entries = {entry.tensor.name: entry for entry in self.plan.entries}
         self._weights: dict[str, Weight] = {}
 
     def __getitem__(self, name: str) -> Weight:
@@ -377,7 +283,7 @@ class Model(Mapping[str, Weight]):
             if name not in self._entries:
                 self.index.tensor(name)  # raises, with the closest names
                 raise OptionError(f"{name} was left out by select", remedy="Load it with a wider select")
-            weight = self._weights[name] = Weight(self._storage, self._entries[name])
+            weight = self._weights[name] = Weight(self._lease, self._entries[name])
         return weight
 
     def __iter__(self) -> Iterator[str]:
@@ -392,90 +298,24 @@ class Model(Mapping[str, Weight]):
         return self.index.metadata
 
     async def linear(self, name: str, x: npt.ArrayLike) -> npt.NDArray[np.float32]:
-        """The product ``x @ W.T`` with a weight, computed where the weight lies.
-
-        Args:
-            name: A weight with the intent ``LINEAR``.
-            x: Shape ``(…, n_in)``; converted to float32.
-
-        Returns:
-            Shape ``(…, n_out)``; for a weight of more than two dimensions, all its rows are outputs.
-
-        Raises:
-            OptionError: The shapes do not fit.
-            UnsupportedByDeviceError: The backend has no product for this weight.
-        """
-        weight = self[name]
-        batch = np.ascontiguousarray(x, dtype=np.float32)
-        n_in = weight.shape[-1] if weight.shape else 1
-        if batch.ndim == 0 or batch.shape[-1] != n_in:
-            raise OptionError(f"x has shape {batch.shape}, but a row of {name} has {n_in} elements")
-        if weight.device is None:
-            raise UnsupportedByDeviceError(
-                f"{name} is not on a device ({weight.placement})",
-                backend=self.plan.backend,
-                tensor=name,
-                remedy="See the reason in the plan",
-            )
-        result = await self._storage.run(partial(self._storage.linear, self._entries[name], batch.reshape(-1, n_in)))
-        return result.reshape(*batch.shape[:-1], -1)
+        """The product ``x @ W.T`` with a weight: see :meth:`Weight.linear`."""
+        return await self[name].linear(x)
 
     async def rows(self, name: str, ids: npt.ArrayLike) -> npt.NDArray[np.float32]:
-        """Rows of a lookup table, decoded.
-
-        Rows that are asked for several times are had and decoded once. They come from the row cache, else from where
-        the table lies: out of the file by page (``ROWS``), or from the one copy that was loaded.
-
-        Args:
-            name: A weight with the intent ``LOOKUP``.
-            ids: Row numbers: any whole numbers of any shape, repeated, in any order.
-
-        Returns:
-            Shape ``(*ids.shape, row elements)``.
-
-        Raises:
-            RowIndexError: The table has no such row. Also an ``IndexError``.
-            OptionError: The ids are not whole numbers, or the weight is no table.
-            FileError: The rows cannot be read any more, for instance of a file that was cut.
-            DeviceError: The device cannot give them back.
-            ClosedError: The model is closed.
-        """
-        return (await self._request(name, ids, prefetch=False)).result
+        """Rows of a lookup table, decoded: see :meth:`Weight.rows`."""
+        return await self[name].rows(ids)
 
     async def prefetch(self, name: str, ids: npt.ArrayLike) -> None:
-        """Bring rows that are wanted next into the row cache, at most as many as it holds, the lowest ids first.
-
-        Run it beside the computation, as a task of its own. ``rows`` waits for what this is bringing, and does not read
-        it again. Without a cache, and for tables in memory, there is nothing to do. Raises as ``rows``.
-        """
-        await self._request(name, ids, prefetch=True)
-
-    async def _request(self, name: str, ids: npt.ArrayLike, *, prefetch: bool) -> Request:
-        weight = self[name]
-        table = self._storage.tables.tables.get(name)
-        if table is None and Intent.LOOKUP in weight.intent:
-            raise OptionError(
-                f"rows of {name} cannot be decoded: there is no decoder for type {weight.type.name}",
-                remedy="Use Weight.read() for its bytes",
-            )
-        if table is None:
-            raise OptionError(
-                f"{name} is no lookup table, but wanted as {weight.intent}",
-                remedy="Load it with the intent LOOKUP to read its rows",
-            )
-        with self._storage.in_use():
-            request = await in_thread(partial(table.request, ids, prefetch=prefetch))
-            while request.more:  # a hop for each batch, so that cancelling need not wait for all
-                await in_thread(request.step)
-        return request
+        """Bring rows that are wanted next into the row cache: see :meth:`Weight.prefetch`."""
+        await self[name].prefetch(ids)
 
     def statistics(self) -> dict[str, Any]:
         """Bytes of each arena, calls that are running, and the counters of the backends and of each lookup table."""
-        return self._storage.statistics()
+        return self._lease.statistics()
 
     async def aclose(self) -> None:
-        """Wait for calls that are running, then free everything. A second call does nothing."""
-        await self._storage.aclose()
+        """Wait for calls that are running, then free everything. A second call waits for the first."""
+        await self._lease.aclose()
 
     async def __aenter__(self) -> Self:
         return self
@@ -486,9 +326,9 @@ class Model(Mapping[str, Weight]):
         await self.aclose()
 
     def __del__(self) -> None:
-        if hasattr(self, "_storage") and self._storage.is_open:
+        if hasattr(self, "_lease") and self._lease.is_open:
             warnings.warn(f"{self!r} was not closed: call aclose() or use async with", ResourceWarning, stacklevel=2)
 
     def __repr__(self) -> str:
-        state = "" if self._storage.is_open else ", closed"
+        state = "" if self._lease.is_open else ", closed"
         return f"<Model {self.index.path!r}: {len(self)} weights on {self.plan.device}{state}>"

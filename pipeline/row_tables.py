@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy.typing as npt
 from ggufstream.backends.arena import Arena
 from ggufstream.backends.base import Backend, Slice
 from ggufstream.backends.decode import DECODABLE
+from ggufstream.errors import OptionError
 from ggufstream.gguf_file import Shard
 from ggufstream.options import Intent, PageCacheMode, Placement, RowStrategy
 from ggufstream.pages import Residency, page_span
@@ -42,11 +43,13 @@ def slices_of(entry: PlanEntry, arenas: Mapping[str, Arena]) -> tuple[Slice, ...
 class RowTables:
     """Every tensor with the intent ``LOOKUP`` as a table. Blocks; ``close`` when no request is running.
 
+    Tables that stay in the file are opened at once. One that is loaded can be used as soon as all its bytes are there.
+
     Args:
         plan: What was loaded.
         shards: The files.
         backends: The devices.
-        arenas: By name, filled.
+        arenas: By name.
         descriptors: By shard: open files. The tables open those anew that they read; the others must outlive them.
         residency: By shard: what was in the page cache before the load.
         page_cache: What it shall hold; ``auto`` is *as found*.
@@ -79,33 +82,55 @@ class RowTables:
         self._page_cache = page_cache
         self._readers = Readers(READERS)
         self._tables: dict[str, RowTable] = {}
+        self._opening = threading.Lock()
         entries = [e for e in plan.entries if Intent.LOOKUP in e.intent and e.tensor.type.name in DECODABLE]
-        caches = _shares([e for e in entries if e.placement is Placement.ROWS], cache_bytes)
-        decoders = min(READERS, len(os.sched_getaffinity(0)))
+        self._entries = {entry.tensor.name: entry for entry in entries}
+        in_file = [entry for entry in entries if entry.placement is Placement.ROWS]
+        self._caches = _shares(in_file, cache_bytes)
+        self._strategy = strategy
+        self._decoders = min(READERS, len(os.sched_getaffinity(0)))
         try:
-            for entry in entries:
-                name = entry.tensor.name
-                self._tables[name] = RowTable(
-                    entry.tensor,
-                    self._source(entry, strategy),
-                    readers=self._readers,
-                    cache_bytes=caches.get(name, 0),
-                    decoders=decoders,
-                )
+            for entry in in_file:
+                self.table(entry)
         except BaseException:
             self.close()
             raise
 
-    @property
-    def tables(self) -> Mapping[str, RowTable]:
-        """By name of the tensor."""
-        return MappingProxyType(self._tables)
+    def table(self, entry: PlanEntry) -> RowTable:
+        """The table of a tensor, all of which is loaded where it is loaded at all.
+
+        Raises:
+            OptionError: It is no table, or there is no decoder for its type.
+            FileError: It cannot be read any more.
+        """
+        name, tensor = entry.tensor.name, entry.tensor
+        if name not in self._entries:
+            if Intent.LOOKUP in entry.intent:
+                raise OptionError(
+                    f"rows of {name} cannot be decoded: there is no decoder for type {tensor.type.name}",
+                    remedy="Use Weight.read() for its bytes",
+                )
+            raise OptionError(
+                f"{name} is no lookup table, but wanted as {entry.intent}",
+                remedy="Load it with the intent LOOKUP to read its rows",
+            )
+        with self._opening:
+            if name not in self._tables:
+                self._tables[name] = RowTable(
+                    tensor,
+                    self._source(entry, self._strategy),
+                    readers=self._readers,
+                    cache_bytes=self._caches.get(name, 0),
+                    decoders=self._decoders,
+                )
+            return self._tables[name]
 
     def report(self) -> tuple[RowsReport, ...]:
-        """How each table is read, and why so."""
+        """How each table is read, and why so. All is loaded."""
+        tables = {name: self.table(entry) for name, entry in self._entries.items()}
         return tuple(
             RowsReport(tensor=name, strategy=table.source.strategy, reason=table.source.reason)
-            for name, table in self._tables.items()
+            for name, table in tables.items()
         )
 
     def statistics(self) -> dict[str, Any]:

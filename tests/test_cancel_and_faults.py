@@ -360,15 +360,15 @@ async def cancelled_inside(gate: Gate, work: Any) -> None:
 
 
 STEPS = {
-    "open the backend": ("ggufstream.job.open_for", 1),
-    "read the cache's state": ("ggufstream.job.Residency", 1),
-    "plan": ("ggufstream.job.make_plan", 1),
-    "open a source": ("ggufstream.job.open_source", 1),
+    "open the backend": ("ggufstream.execution.open_for", 1),
+    "read the cache's state": ("ggufstream.execution.Residency", 1),
+    "plan": ("ggufstream.execution.make_plan", 1),
+    "open a source": ("ggufstream.execution.open_source", 1),
     "allocate": ("os.memfd_create", 2),
     "read": ("ggufstream.read.pread_into", 3),
     "pack": ("ggufstream.stream.pack", 4),
     "release": ("ggufstream.release.evict", 2),
-    "look at the cache afterwards": ("ggufstream.job._cached_bytes", 1),
+    "look at the cache afterwards": ("ggufstream.execution._cached_bytes", 1),
 }
 
 

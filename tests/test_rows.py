@@ -796,7 +796,7 @@ async def test_fifty_tasks(wide: Path, strategy: Any) -> None:
 @pytest.mark.asyncio
 async def test_cancelling_waits_for_the_batch_and_begins_no_other(wide: Path) -> None:
     async with await ggufstream.load(wide, backend="cpu", lazy="on", row_strategy="pread") as model:
-        table = model._storage.tables.tables[TABLE]
+        table = model._lease.storage.tables.table(model[TABLE]._entry)
         table.batch_rows = 10
         started, go = threading.Event(), threading.Event()
 
@@ -821,7 +821,7 @@ async def test_cancelling_waits_for_the_batch_and_begins_no_other(wide: Path) ->
 @pytest.mark.asyncio
 async def test_closing_waits_for_rows(wide: Path) -> None:
     model = await ggufstream.load(wide, backend="cpu", lazy="on", row_strategy="mapped")
-    table = model._storage.tables.tables[TABLE]
+    table = model._lease.storage.tables.table(model[TABLE]._entry)
     table.batch_rows = 10
     started, go = threading.Event(), threading.Event()
 

@@ -48,6 +48,7 @@ from ggufstream.release import Releaser
 from ggufstream.report import ArenaReport, FallbackReport, LoadReport, PlacementReport
 from ggufstream.row_tables import RowTables
 from ggufstream.sinks import StructlogSink
+from ggufstream.storage import Storage
 from ggufstream.stream import Stream
 from ggufstream.threads import clean_up_in_thread, in_thread
 
@@ -239,10 +240,9 @@ class LoadJob:
                 first_layer=None if stream.first_layer_at is None else stream.first_layer_at - started,
             )
         )
-        return Model(
+        storage = Storage(
             index=index,
             plan=load_plan,
-            report=report,
             backends=backends,
             arenas=arenas,
             descriptors=descriptors,
@@ -250,6 +250,7 @@ class LoadJob:
             tables=tables,
             close=self._owned.pop_all().close,
         )
+        return Model(storage.lease(), report)
 
     def _report(
         self,

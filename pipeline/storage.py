@@ -1,0 +1,191 @@
+"""What a load has put where, and who holds it: the memory of a model, shared by all who asked for the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import anyio
+import numpy as np
+import numpy.typing as npt
+
+from ggufstream.backends.arena import Arena
+from ggufstream.backends.base import Backend, Slice
+from ggufstream.errors import ClosedError
+from ggufstream.file_bytes import read_exactly
+from ggufstream.gguf_file import FileIndex
+from ggufstream.layouts import Bytes
+from ggufstream.plan import LoadPlan, PlanEntry
+from ggufstream.read import MappedSource
+from ggufstream.row_tables import RowTables, slices_of
+from ggufstream.threads import in_thread, uninterrupted
+
+__all__ = ["Lease", "Storage"]
+
+_T = TypeVar("_T")
+
+
+class Storage:
+    """The memory of one load. It lives from before the first byte until the last lease is closed.
+
+    Args:
+        close: Frees everything; a second call does nothing. Blocks.
+    """
+
+    def __init__(
+        self,
+        *,
+        index: FileIndex,
+        plan: LoadPlan,
+        backends: Sequence[Backend],
+        arenas: Mapping[str, Arena],
+        descriptors: Mapping[int, int],
+        mapped: Mapping[int, MappedSource],
+        tables: RowTables,
+        close: Callable[[], None],
+    ) -> None:
+        self.index = index
+        self.plan = plan
+        self.backends = tuple(backends)
+        self.tables = tables
+        self._arenas = arenas
+        self._descriptors = descriptors
+        self._mapped = mapped
+        self._close = close
+        self._leases: set[Lease] = set()
+        self._closing = anyio.Lock()
+
+    def lease(self) -> Lease:
+        """One more holder."""
+        lease = Lease(self)
+        self._leases.add(lease)
+        return lease
+
+    async def give_back(self, *leases: Lease) -> None:
+        """Wait for the calls of some leases; the last lease of all takes the memory with it."""
+        for lease in leases:
+            lease.is_open = False
+        for lease in leases:
+            await lease.wait_idle()
+        async with self._closing:
+            self._leases.difference_update(leases)
+            if not self._leases:
+                await in_thread(self._close)
+
+    async def revoke(self) -> None:
+        """Take the memory from whoever holds it: the load has failed."""
+        await uninterrupted(self.give_back(*self._leases))
+
+    def slices(self, entry: PlanEntry) -> tuple[Slice, ...]:
+        """Where the slices of a tensor lie, in row order."""
+        return slices_of(entry, self._arenas)
+
+    def guard(self, entry: PlanEntry, offset: int, nbytes: int) -> None:
+        """Before bytes of a tensor are used that the device reads in the file's pages. Blocks."""
+        if entry.arena is not None and self.plan.arenas[entry.arena].spans and nbytes:
+            self._mapped[entry.tensor.shard].guard(entry.tensor.offset + offset, nbytes)
+
+    def linear(self, entry: PlanEntry, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """The product on the tensor's device. Blocks."""
+        assert entry.device is not None
+        self.guard(entry, 0, entry.tensor.nbytes)
+        return self.backends[entry.device].linear(self.slices(entry), x)
+
+    def read_slice(self, entry: PlanEntry, place: Slice, offset: int, destination: Bytes) -> None:
+        """Copy from a slice into host memory. Blocks."""
+        if entry.device is None:
+            assert place.chunk.view is not None
+            np.copyto(destination, place.chunk.view[place.offset + offset : place.offset + offset + destination.size])
+        else:
+            self.backends[entry.device].read(place.chunk, place.offset + offset, destination)
+
+    def read_file(self, entry: PlanEntry, offset: int, destination: Bytes) -> None:
+        """Read bytes of a tensor that stays in the file. Blocks."""
+        tensor = entry.tensor
+        path = self.index.shards[tensor.shard].path
+        read_exactly(
+            self._descriptors[tensor.shard], destination, tensor.offset + offset, file=path, tensor=tensor.name
+        )
+
+    def host_memory(self, entry: PlanEntry) -> Bytes:
+        """The bytes of a tensor that lies in one slice of host memory, read-only.
+
+        Raises:
+            BufferError: They lie elsewhere.
+        """
+        name, slices = entry.tensor.name, self.slices(entry)
+        if entry.arena is None:
+            raise BufferError(f"{name} stays in the file; use read()")
+        on_host = entry.device is None or self.plan.devices[entry.device].memory == "host"
+        mapped = bool(self.plan.arenas[entry.arena].spans)
+        view = slices[0].chunk.view
+        if not (on_host or mapped) or len(slices) != 1 or view is None:
+            where = ", ".join(f"handle {s.chunk.handle:#x} offset {s.offset} size {s.nbytes}" for s in slices)
+            raise BufferError(f"{name} is on {self.plan.device}: {where}; use read() or slices")
+        memory = view[slices[0].offset : slices[0].offset + slices[0].nbytes]
+        memory.flags.writeable = False
+        return memory
+
+    def statistics(self) -> dict[str, Any]:
+        """Bytes of each arena, holders, and the backend's counters."""
+        return {
+            "leases": len(self._leases),
+            "arenas": {
+                name: {
+                    "planned_bytes": arena.planned_bytes,
+                    "used_bytes": arena.used_bytes,
+                    "allocated_bytes": arena.allocated_bytes,
+                    "chunks": len(arena.chunks),
+                }
+                for name, arena in self._arenas.items()
+            },
+            "rows": self.tables.statistics(),
+            "backends": [backend.statistics() for backend in self.backends],
+        }
+
+
+class Lease:
+    """The right to use a storage. As long as calls run under it, the memory stays."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self.is_open = True
+        self._running = 0
+        self._idle = anyio.Event()
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """``aclose`` waits for the end of this block."""
+        self.check_open()
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if self._running == 0:
+                self._idle.set()
+                self._idle = anyio.Event()
+
+    async def run(self, work: Callable[[], _T]) -> _T:
+        """Run ``work`` in a worker thread; ``aclose`` waits for it."""
+        with self.in_use():
+            return await in_thread(work)
+
+    def check_open(self) -> None:
+        """Raise ``ClosedError`` if the model is closed."""
+        if not self.is_open:
+            raise ClosedError(f"the model of {self.storage.index.path} is closed", remedy="Load it again")
+
+    async def wait_idle(self) -> None:
+        """Wait until no call runs."""
+        while self._running:
+            await self._idle.wait()
+
+    def statistics(self) -> dict[str, Any]:
+        """Those of the storage, and the calls that run under this lease."""
+        return self.storage.statistics() | {"running": self._running}
+
+    async def aclose(self) -> None:
+        """Wait for calls that are running; the last lease frees the memory. A second call waits for the first."""
+        await uninterrupted(self.storage.give_back(self))
