@@ -50,6 +50,8 @@ class Capabilities:
     """Alignment of planes within a slice of layout ``planar``."""
     memory_id: str = ""
     """Devices with the same one share their memory and its budget; an empty one is shared with nobody."""
+    budget_is_shared: bool = True
+    """``budget_bytes`` leaves out what others have allocated in that memory, too."""
     maps_files: bool = False
     """The device can read the pages of a mapped file (``Backend.map_pages``)."""
     prefers_mapping: bool = False

@@ -7,6 +7,7 @@ that reuses staging memory too early reads wrong bytes here.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import threading
@@ -82,6 +83,10 @@ class _DeferredTicket(Ticket):
         self._backend.run_until(self)
 
 
+_numbers = itertools.count()
+"""Each device has memory of its own."""
+
+
 class SimulatedBackend(Backend):
     """A device with the capabilities of a profile.
 
@@ -117,7 +122,11 @@ class SimulatedBackend(Backend):
                 backend=facts.backend,
                 remedy="Leave direct placement to be chosen, or use upload=staged",
             )
-        self._facts = facts if direct is None else replace(facts, direct=direct)
+        self._facts = replace(
+            facts,
+            direct=facts.direct if direct is None else direct,
+            memory_id=facts.memory_id or f"simulated:{next(_numbers)}",
+        )
         self._reads = PROFILES[profile].reads
         self._multiplies = (
             {"F32", "F16", "BF16"} if (PROFILES[profile].halves if halves is None else halves) else {"F32"}

@@ -23,8 +23,11 @@ from ggufstream.errors import (
     FileChangedError,
     FileError,
     GGUFStreamError,
+    JobCancelledError,
+    JobError,
     MalformedFileError,
     MissingFileError,
+    MissingPackageError,
     NoDeviceError,
     NotGGUFError,
     OptionError,
@@ -53,11 +56,16 @@ __all__ = [
     "FileIndex",
     "GGUFStreamError",
     "Intent",
+    "JobCancelledError",
+    "JobError",
+    "LoadJob",
     "LoadOptions",
     "LoadPlan",
     "LoadReport",
+    "Loader",
     "MalformedFileError",
     "MissingFileError",
+    "MissingPackageError",
     "Model",
     "NoDeviceError",
     "NotGGUFError",
@@ -91,7 +99,8 @@ if TYPE_CHECKING:
     from ggufstream.backends.registry import open_backend
     from ggufstream.events import Event, EventSink
     from ggufstream.gguf_file import FileIndex, read_index
-    from ggufstream.loader import load
+    from ggufstream.job import LoadJob
+    from ggufstream.loader import Loader, load
     from ggufstream.model import Model, Weight
     from ggufstream.options import Intent, LoadOptions, Placement
     from ggufstream.plan import LoadPlan, make_plan
@@ -107,9 +116,11 @@ else:  # out of a type checker's sight: with a module's __getattr__ it would tak
         "EventSink": "events",
         "FileIndex": "gguf_file",
         "Intent": "options",
+        "LoadJob": "job",
         "LoadOptions": "options",
         "LoadPlan": "plan",
         "LoadReport": "report",
+        "Loader": "loader",
         "Model": "model",
         "Placement": "options",
         "VerifyReport": "verification",

@@ -19,8 +19,11 @@
     │   ├── OutOfHostMemoryError         also MemoryError
     │   └── DeviceLostError
     ├── OptionError                      also ValueError: an argument      (exit 2)
+    ├── MissingPackageError              also ImportError: an extra that is not installed
     ├── RowIndexError                    also IndexError: no row of that number in a table
     ├── UnknownTensorError               also KeyError: no tensor of that name
+    ├── JobError                         also RuntimeError: a job that is not yours to await any more
+    │   └── JobCancelledError            it was cancelled, and its memory freed
     ├── PlanViolationError               used bytes differ from planned bytes: a bug here
     └── ClosedError                      also RuntimeError: used after aclose()
 
@@ -41,8 +44,11 @@ __all__ = [
     "FileChangedError",
     "FileError",
     "GGUFStreamError",
+    "JobCancelledError",
+    "JobError",
     "MalformedFileError",
     "MissingFileError",
+    "MissingPackageError",
     "NoDeviceError",
     "NotGGUFError",
     "OptionError",
@@ -196,7 +202,23 @@ class _OutOfMemoryError(DeviceError, MemoryError):
 
 
 class OutOfDeviceMemoryError(_OutOfMemoryError):
-    """The device has too little memory; ``needed`` and ``available`` are bytes where known."""
+    """The device has too little memory; ``needed`` and ``available`` are bytes where known.
+
+    ``held_by`` names other loads of the same loader that hold memory there.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        backend: str,
+        remedy: str = "",
+        needed: int | None = None,
+        available: int | None = None,
+        held_by: tuple[str, ...] = (),
+    ) -> None:
+        self.held_by = held_by
+        super().__init__(what, backend=backend, remedy=remedy, needed=needed, available=available)
 
 
 class OutOfHostMemoryError(_OutOfMemoryError):
@@ -211,6 +233,18 @@ class OptionError(GGUFStreamError, ValueError):
     """An argument, option or environment variable has a value that cannot be used."""
 
     exit_code = 2
+
+
+class MissingPackageError(GGUFStreamError, ImportError):
+    """What was asked for needs ``package``, which comes with the extra ``extra``."""
+
+    exit_code = 2
+
+    def __init__(self, what: str, *, package: str, extra: str) -> None:
+        self.package = package
+        self.extra = extra
+        remedy = f"Install it with: pip install 'ggufstream[{extra}]'"
+        super().__init__(f"{what} needs the package {package}, which is not installed", remedy=remedy)
 
 
 class RowIndexError(GGUFStreamError, IndexError):
@@ -233,6 +267,14 @@ class UnknownTensorError(GGUFStreamError, KeyError):
     def __init__(self, what: str, *, name: str, remedy: str = "") -> None:
         self.name = name
         super().__init__(what, remedy=remedy)
+
+
+class JobError(GGUFStreamError, RuntimeError):
+    """A job cannot give what is asked of it: its model was handed out before."""
+
+
+class JobCancelledError(JobError):
+    """The job was cancelled, by ``cancel`` or with its loader; everything was freed."""
 
 
 class PlanViolationError(GGUFStreamError):

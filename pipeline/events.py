@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
+Stage = Literal["queued", "waiting", "header", "plan", "stream", "rows", "ready", "failed", "cancelled"]
+"""Where a load is: in the queue, waiting for memory, on its way, at its end."""
+
 __all__ = [
     "ArenaGrown",
     "Event",
@@ -18,10 +21,12 @@ __all__ = [
     "LoadFailed",
     "LoadFinished",
     "LoadStarted",
+    "LoadWaiting",
     "Planned",
     "Progress",
     "RangeMoved",
     "Sampled",
+    "Stage",
     "StageTime",
     "TableOpened",
     "TensorReady",
@@ -52,6 +57,12 @@ class HeaderRead(Event):
     warnings: tuple[str, ...]
 
 
+class DescribesItself(Protocol):
+    """Something that can be told in plain values."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned(Event):
     """Everything is decided; no tensor byte has moved yet."""
@@ -69,6 +80,8 @@ class Planned(Event):
     fallbacks: tuple[tuple[str, str], ...]
     """Tensors that do not end where their intent asked for, each with the reason."""
     seconds: float
+    plan: DescribesItself
+    """All of it, tensor by tensor: a ``LoadPlan``. ``to_dict`` takes a while where there are many tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +97,8 @@ class ArenaGrown(Event):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress(Event):
     """Counts what the device has finished, never what is only under way. Sent once a range."""
+
+    stage: Stage = "stream"
 
     bytes_done: int
     bytes_total: int
@@ -157,6 +172,14 @@ class TableOpened(Event):
     tensor: str
     strategy: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadWaiting(Event):
+    """Other loads hold the memory that this one needs. It begins anew when some is freed."""
+
+    reason: str
+    held_by: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,15 +1,13 @@
-"""One load, from submission to a model or an error. Owns every handle until the model takes them over."""
+"""One load, from the header to the last byte. Owns every handle until the storage takes them over."""
 
 from __future__ import annotations
 
 import os
 import time
-import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from inspect import iscoroutinefunction
 from typing import Any, TypeVar
 
 import anyio
@@ -22,134 +20,103 @@ from ggufstream.backends.registry import open_for
 from ggufstream.budget import ByteBudget
 from ggufstream.errors import (
     GGUFStreamError,
-    OptionError,
     OutOfHostMemoryError,
     PlanViolationError,
     UnreadableFileError,
 )
 from ggufstream.events import (
     Event,
-    EventSink,
     HeaderRead,
-    LoadCancelled,
-    LoadFailed,
-    LoadFinished,
-    LoadStarted,
     Planned,
     TableOpened,
 )
-from ggufstream.gguf_file import FileIndex, checked_path, read_index
-from ggufstream.model import Model
-from ggufstream.options import LoadChanges, LoadOptions, Placement
+from ggufstream.gguf_file import FileIndex, read_index
+from ggufstream.options import LoadOptions, Placement
 from ggufstream.pages import Residency, available_memory, rss_bytes
-from ggufstream.plan import ArenaPlan, LoadPlan, check_fits, check_tables, make_plan
+from ggufstream.plan import ArenaPlan, LoadPlan, check_tables, make_plan
 from ggufstream.read import MappedSource, Source, choose_io, on_network, open_source
 from ggufstream.release import Releaser
 from ggufstream.report import ArenaReport, FallbackReport, LoadReport, PlacementReport
+from ggufstream.reservations import Reservation, Reservations
 from ggufstream.row_tables import RowTables
-from ggufstream.sinks import StructlogSink
-from ggufstream.storage import Storage
+from ggufstream.storage import Lease, Storage
 from ggufstream.stream import Stream
 from ggufstream.threads import clean_up_in_thread, in_thread
 
-__all__ = ["LoadJob", "submit"]
+__all__ = ["Execution"]
 
 _T = TypeVar("_T")
 
 
-async def submit(
-    path: str | os.PathLike[str],
-    *,
-    backend: str | Backend | None,
-    devices: Sequence[str | Backend],
-    options: LoadOptions | None,
-    sinks: Sequence[EventSink],
-    changes: LoadChanges,
-) -> Model:
-    """What :func:`ggufstream.load` does, once everything is imported."""
-    chosen = (options if options is not None else LoadOptions.from_environment()).replace(**changes)
-    if devices and backend is not None:
-        raise OptionError("backend and devices are both given", remedy="Give one of them")
-    given = list(devices) or [chosen.backend if backend is None else backend]
-    if devices and chosen.device is not None:
-        raise OptionError(
-            f"device={chosen.device!r} does not say which of the devices it is for",
-            remedy="Name it among the devices, as in vulkan:llvmpipe",
-        )
-    for device in given:
-        if not isinstance(device, str | Backend):
-            raise OptionError(f"{device!r} is neither the name of a backend nor an open one")
-    opened = [device for device in given if isinstance(device, Backend)]
-    if len({id(backend) for backend in opened}) < len(opened):
-        raise OptionError("the same open backend is given twice among the devices", remedy="Open it once for each use")
-    fixed = {"device", "validation"} & changes.keys()
-    if fixed and opened:
-        raise OptionError(
-            f"{', '.join(sorted(fixed))} cannot be changed for a backend that is open already",
-            remedy="Open the backend with it, or give the backend's name",
-        )
-    for backend in opened:
-        way = "direct" if backend.capabilities.direct else "staged"
-        if chosen.upload not in {"auto", "alias", way}:
-            raise OptionError(
-                f"upload={chosen.upload} is asked for, but the open backend {backend.capabilities.backend} was opened "
-                f"for {way} uploads",
-                remedy="Open the backend with it, or give the backend's name",
-            )
-    for sink in sinks:
-        if iscoroutinefunction(sink) or not callable(sink):
-            raise OptionError(f"{sink!r} cannot be a sink", remedy="Give a plain function of one event")
-    return await LoadJob(checked_path(path), chosen, given, sinks).run()
+class Execution:
+    """Carries one load out. What a worker thread acquires it registers itself, before a cancelled task could lose it.
 
-
-class LoadJob:
-    """One load. What a worker thread acquires it registers itself, before a cancelled task could lose it."""
+    Args:
+        load_id: Of all its events.
+        path: The file.
+        options: All but the staging budget, which is ``budget``.
+        devices: Backends by name, or open.
+        budget: Staging memory, shared with other loads.
+        reservations: Who was promised which memory.
+        emit: Receives every event.
+    """
 
     def __init__(
-        self, path: str, options: LoadOptions, devices: Sequence[str | Backend], sinks: Sequence[EventSink]
+        self,
+        *,
+        load_id: str,
+        path: str,
+        options: LoadOptions,
+        devices: Sequence[str | Backend],
+        budget: ByteBudget,
+        reservations: Reservations,
+        emit: Callable[[Event], None],
     ) -> None:
-        self._load_id = uuid.uuid4().hex[:12]
+        self.index: FileIndex | None = None
+        """Once the header is read."""
+        self.storage: Storage | None = None
+        """Once everything is decided, before the first byte moves."""
+        self.lease: Lease | None = None
+        """Keeps the storage while the load runs; the caller's when it has succeeded."""
+        self._load_id = load_id
         self._path = path
         self._options = options
         self._devices = devices
+        self._budget = budget
+        self._reservations = reservations
+        self._reservation: Reservation | None = None
+        self._emit = emit
         self._backend_reasons: list[str] = []
-        self._log = StructlogSink()
-        self._sinks: list[EventSink] = [self._log, *sinks]
         self._seconds: dict[str, float] = {}
         self._residency: dict[str, Residency] = {}
         self._releaser: Releaser | None = None
         self._owned = ExitStack()
-        """What the model takes over: backend, arenas, descriptors."""
+        """What the storage takes over: backend, arenas, descriptors."""
         self._transient = ExitStack()
         """What ends with the load: sources."""
 
-    def _emit(self, event: Event) -> None:
-        """Send an event to every sink. A sink that raises is dropped with a record; the load goes on."""
-        for sink in list(self._sinks):
-            try:
-                sink(event)
-            except Exception as error:  # noqa: BLE001 - a sink is the caller's code, and only its own affair
-                self._sinks.remove(sink)
-                self._log.sink_failed(event.load_id, sink, error)
+    async def run(self) -> LoadReport:
+        """Load everything. Once. Where it fails or is cancelled, everything is given back first.
 
-    async def run(self) -> Model:
-        self._emit(LoadStarted(load_id=self._load_id, file=self._path))
+        Raises:
+            GGUFStreamError: The load failed.
+        """
         try:
-            model = await self._run()
+            return await self._run()
         except BaseException as error:
-            await clean_up_in_thread(self._give_back)
-            if isinstance(error, anyio.get_cancelled_exc_class()):
-                self._emit(LoadCancelled(load_id=self._load_id))
-                raise
+            await self._undo()
             typed = self._typed(error)
-            self._emit(LoadFailed(load_id=self._load_id, error=typed))
             if isinstance(typed, GGUFStreamError) and not isinstance(typed, PlanViolationError):
                 # Frames of the failed load refer to slabs and mappings: a kept exception must not keep those.
                 raise typed.with_traceback(None) from None
             raise
-        # No await from here on: a cancellation could lose the model.
-        self._emit(LoadFinished(load_id=self._load_id, report=model.report.to_dict()))
-        return model
+
+    async def _undo(self) -> None:
+        if self.storage is not None:
+            await self.storage.revoke()
+        await clean_up_in_thread(self._give_back)
+        if self._reservation is not None:
+            self._reservation.close()
 
     def _give_back(self) -> None:
         with self._owned, self._transient:
@@ -157,7 +124,7 @@ class LoadJob:
 
     def _typed(self, error: BaseException) -> BaseException:
         """A typed error for what the system may answer to any call at all, such as having no descriptor left."""
-        if isinstance(error, GGUFStreamError):
+        if isinstance(error, GGUFStreamError | anyio.get_cancelled_exc_class()):
             return error
         if isinstance(error, OSError):
             return UnreadableFileError(
@@ -175,10 +142,10 @@ class LoadJob:
             )
         return error
 
-    async def _run(self) -> Model:
+    async def _run(self) -> LoadReport:
         started = time.perf_counter()
         rss_before = await in_thread(rss_bytes)
-        index = await self._timed("header", read_index(self._path, on_open=self._look))
+        index = self.index = await self._timed("header", read_index(self._path, on_open=self._look))
         self._emit(
             HeaderRead(
                 load_id=self._load_id,
@@ -191,56 +158,17 @@ class LoadJob:
             )
         )
         backends = await self._timed("open", in_thread(self._open_backends))
-        load_plan = await self._timed("plan", in_thread(partial(self._plan, index, backends)))
+        load_plan, reservation = await self._timed("plan", self._promised_plan(index, backends))
         sources = await in_thread(partial(self._open_sources, index, load_plan))
-        self._emit(self._planned(load_plan, sources))
-        arenas = self._arenas(load_plan, backends, sources)
+        arenas = reservation.arenas = self._arenas(load_plan, backends, sources)
         residency = [self._residency[shard.path] for shard in index.shards]
         releaser = self._releaser = Releaser(load_plan, sources, residency, self._options.page_cache)
-        stream = Stream(
-            load_id=self._load_id,
-            plan=load_plan,
-            backends=backends,
-            sources=sources,
-            arenas=arenas,
-            releaser=releaser,
-            budget=(budget := ByteBudget(self._options.staging_bytes)),
-            workers=self._options.workers,
-            emit=self._emit,
-        )
-        await self._timed("stream", stream.run())
-        _check_used(arenas)
         descriptors = await in_thread(partial(self._keep_descriptors, load_plan, sources))
         tables = await self._timed(
             "rows",
             in_thread(partial(self._open_tables, load_plan, index, sources, backends, arenas, descriptors, releaser)),
         )
-        for table in tables.report():
-            self._emit(
-                TableOpened(load_id=self._load_id, tensor=table.tensor, strategy=table.strategy, reason=table.reason)
-            )
-        cached_after = await in_thread(partial(_cached_bytes, sources))
-        await in_thread(self._transient.close)
-        rss_after = await in_thread(rss_bytes)
-        rss = {"before": rss_before, "peak": max(stream.rss_peak, rss_before, rss_after), "after": rss_after}
-        self._seconds["total"] = time.perf_counter() - started
-        report = await in_thread(
-            partial(
-                self._report,
-                index=index,
-                load_plan=load_plan,
-                sources=sources,
-                arenas=arenas,
-                stream=stream,
-                releaser=releaser,
-                budget=budget,
-                tables=tables,
-                rss=rss,
-                page_cache_bytes={"before": sum(seen.cached_bytes for seen in residency), "after": cached_after},
-                first_layer=None if stream.first_layer_at is None else stream.first_layer_at - started,
-            )
-        )
-        storage = Storage(
+        storage = self.storage = Storage(
             index=index,
             plan=load_plan,
             backends=backends,
@@ -249,8 +177,47 @@ class LoadJob:
             mapped={i: source for i, source in enumerate(sources) if isinstance(source, MappedSource)},
             tables=tables,
             close=self._owned.pop_all().close,
+            closed=reservation.close,
         )
-        return Model(storage.lease(), report)
+        self.lease = storage.lease()
+        self._emit(self._planned(load_plan, sources))
+        stream = Stream(
+            load_id=self._load_id,
+            plan=load_plan,
+            backends=backends,
+            sources=sources,
+            arenas=arenas,
+            releaser=releaser,
+            budget=self._budget,
+            workers=self._options.workers,
+            emit=self._emit,
+        )
+        await self._timed("stream", stream.run())
+        _check_used(arenas)
+        for table in await in_thread(tables.report):
+            self._emit(
+                TableOpened(load_id=self._load_id, tensor=table.tensor, strategy=table.strategy, reason=table.reason)
+            )
+        cached_after = await in_thread(partial(_cached_bytes, sources))
+        await in_thread(self._transient.close)
+        rss_after = await in_thread(rss_bytes)
+        rss = {"before": rss_before, "peak": max(stream.rss_peak, rss_before, rss_after), "after": rss_after}
+        self._seconds["total"] = time.perf_counter() - started
+        return await in_thread(
+            partial(
+                self._report,
+                index=index,
+                load_plan=load_plan,
+                sources=sources,
+                arenas=arenas,
+                stream=stream,
+                releaser=releaser,
+                tables=tables,
+                rss=rss,
+                page_cache_bytes={"before": sum(seen.cached_bytes for seen in residency), "after": cached_after},
+                first_layer=None if stream.first_layer_at is None else stream.first_layer_at - started,
+            )
+        )
 
     def _report(
         self,
@@ -261,7 +228,6 @@ class LoadJob:
         arenas: Mapping[str, Arena],
         stream: Stream,
         releaser: Releaser,
-        budget: ByteBudget,
         tables: RowTables,
         rss: dict[str, int],
         page_cache_bytes: dict[str, int | None],
@@ -287,8 +253,8 @@ class LoadJob:
             seconds={name: round(seconds, 6) for name, seconds in self._seconds.items()},
             bytes_per_second=round(load_plan.stream_bytes / stream_seconds) if stream_seconds else 0.0,
             first_layer_seconds=None if first_layer is None else round(first_layer, 6),
-            staging_bytes=budget.total_bytes,
-            staging_peak_bytes=budget.peak_bytes,
+            staging_bytes=self._budget.total_bytes,
+            staging_peak_bytes=stream.staging_peak,
             rss=rss,
             page_cache=releaser.page_cache,
             page_cache_bytes=page_cache_bytes,
@@ -333,12 +299,25 @@ class LoadJob:
             self._backend_reasons.append(reason)
         return backends
 
-    def _plan(self, index: FileIndex, backends: Sequence[Backend]) -> LoadPlan:
+    async def _promised_plan(self, index: FileIndex, backends: Sequence[Backend]) -> tuple[LoadPlan, Reservation]:
+        """The plan, and its memory reserved; one load at a time, so that no two are promised the same bytes."""
+        async with self._reservations.planning:
+            promised = self._reservations.promised(backends)
+            load_plan, host_bytes = await in_thread(partial(self._plan, index, backends))
+            reservation = self._reservation = self._reservations.reserve(
+                load_plan,
+                holder=f"{self._path} (load {self._load_id})",
+                backends=backends,
+                host_bytes=host_bytes,
+                promised=promised,
+            )
+        return load_plan, reservation
+
+    def _plan(self, index: FileIndex, backends: Sequence[Backend]) -> tuple[LoadPlan, int | None]:
         remote = {i for i, shard in enumerate(index.shards) if on_network(shard)}
         load_plan = make_plan(index, backends=backends, options=self._options, unmappable=remote)
-        check_fits(load_plan, host_bytes=available_memory())
         check_tables(load_plan, self._options)
-        return load_plan
+        return load_plan, available_memory()
 
     def _open_sources(self, index: FileIndex, load_plan: LoadPlan) -> list[Source]:
         copies_only = all(entry.layout.verbatim for entry in load_plan.entries)
@@ -381,6 +360,7 @@ class LoadJob:
             arenas={arena.name: arena.planned_bytes for arena in load_plan.arenas.values()},
             fallbacks=load_plan.fallbacks,
             seconds=self._seconds["plan"],
+            plan=load_plan,
         )
 
     def _arenas(self, load_plan: LoadPlan, backends: Sequence[Backend], sources: Sequence[Source]) -> dict[str, Arena]:

@@ -1,20 +1,45 @@
-"""``load``: the front door. Light to import; the work is in ``job``."""
+"""``load`` and ``Loader``: the front door. Light to import; numpy and the rest are imported in a thread."""
 
 from __future__ import annotations
 
-import asyncio
+import heapq
+import itertools
 import os
-from collections.abc import Sequence
+import uuid
+from collections.abc import Collection, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Unpack
+from inspect import iscoroutinefunction
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, Unpack
+
+import anyio
+from anyio.abc import TaskGroup
+
+from ggufstream.budget import ByteBudget
+from ggufstream.errors import (
+    ClosedError,
+    JobCancelledError,
+    OptionError,
+    OutOfDeviceMemoryError,
+    printable,
+)
+from ggufstream.events import EventSink, LoadStarted, LoadWaiting
+from ggufstream.options import LoadChanges, LoadOptions
+from ggufstream.threads import in_thread, uninterrupted
 
 if TYPE_CHECKING:
-    from ggufstream.backends.base import Backend
-    from ggufstream.events import EventSink
-    from ggufstream.model import Model
-    from ggufstream.options import LoadChanges, LoadOptions
+    from collections.abc import AsyncIterator
 
-__all__ = ["load"]
+    from ggufstream.backends.base import Backend
+    from ggufstream.gguf_file import FileIdentity
+    from ggufstream.job import LoadJob, SharedLoad
+    from ggufstream.model import Model
+    from ggufstream.reservations import Reservations
+    from ggufstream.sinks import StructlogSink
+
+__all__ = ["Loader", "load"]
 
 
 async def load(
@@ -43,9 +68,320 @@ async def load(
         DeviceError: The backend, the device or its memory.
         OptionError: An option.
     """
-    # Importing numpy and the rest takes a quarter of a second: in a thread, so that the event loop goes on meanwhile.
-    job = await asyncio.to_thread(import_module, "ggufstream.execution")
-    model: Model = await job.submit(
-        path, backend=backend, devices=devices, options=options, sinks=sinks, changes=changes
-    )
+    chosen = (options if options is not None else LoadOptions.from_environment()).replace(**changes)
+    changes.pop("staging_bytes", None)  # the loader's
+    model: Model | None = None
+    try:
+        async with Loader(max_jobs=1, options=chosen) as loader:
+            model = await loader.submit(path, backend=backend, devices=devices, sinks=sinks, **changes)
+    except BaseException:
+        if model is not None:
+            await uninterrupted(model.aclose())
+        raise
     return model
+
+
+class Loader:
+    """Runs loads under one staging budget, a few at a time, by priority::
+
+        async with ggufstream.Loader(staging_bytes=256 << 20, max_jobs=2) as loader:
+            job = loader.submit("m.gguf", backend="vulkan")
+            model = await job
+
+    Running loads share the staging memory range by range. The memory of a device is reserved when a load is planned, so
+    two loads never count on the same free bytes. Jobs for the same file, unchanged since, with the same options and
+    backends share one load and one model; each gets a :class:`Model` of its own to close.
+
+    Leaving the block cancels what has not ended, and frees models that nobody has taken. Models that were handed out
+    stay with their owners. Use it from one event loop, and leave it in the task that entered it.
+
+    Args:
+        max_jobs: Loads that run at once; the others wait, the highest priority first.
+        staging_bytes: Host memory for moving bytes, of all loads together; ``None``: as in ``options``.
+        options: Defaults of its jobs; ``None``: the defaults and the environment.
+    """
+
+    def __init__(
+        self, *, max_jobs: int = 2, staging_bytes: int | None = None, options: LoadOptions | None = None
+    ) -> None:
+        given: object = max_jobs
+        if not isinstance(given, int) or given < 1:
+            raise OptionError(f"max_jobs={max_jobs!r} is not a number of jobs", remedy="Give at least 1")
+        self._options = options if options is not None else LoadOptions.from_environment()
+        if staging_bytes is not None:
+            self._options = self._options.replace(staging_bytes=staging_bytes)
+        self._budget = ByteBudget(self._options.staging_bytes)
+        self._slots = _Slots(max_jobs)
+        self._loads: list[SharedLoad] = []
+        self._jobs: list[LoadJob] = []
+        self._tasks: TaskGroup | None = None
+        self._is_closed = False
+        self._reservations: Reservations
+        self._log: StructlogSink
+
+    async def __aenter__(self) -> Self:
+        if self._tasks is not None:
+            raise ClosedError("a Loader is entered once", remedy="Make another one")
+        # Importing numpy and the rest takes a quarter of a second: in a thread, so that the event loop goes on.
+        await in_thread(partial(import_module, "ggufstream.job"))
+        from ggufstream.reservations import Reservations
+        from ggufstream.sinks import StructlogSink
+
+        self._reservations = Reservations()
+        self._log = StructlogSink()
+        self._tasks = await anyio.create_task_group().__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._tasks is not None
+        self._is_closed = True
+        self._tasks.cancel_scope.cancel()
+        try:
+            await self._tasks.__aexit__(None, None, None)
+        finally:
+            await uninterrupted(self._free_untaken())
+
+    async def _free_untaken(self) -> None:
+        for job in self.jobs:
+            await job.cancel()
+
+    @property
+    def jobs(self) -> tuple[LoadJob, ...]:
+        """Jobs that have not ended, or whose model nobody has taken yet."""
+        self._jobs = [job for job in self._jobs if not job.is_over]
+        return tuple(self._jobs)
+
+    def submit(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        backend: str | Backend | None = None,
+        devices: Sequence[str | Backend] = (),
+        options: LoadOptions | None = None,
+        sinks: Sequence[EventSink] = (),
+        priority: int = 0,
+        wait: bool = True,
+        **changes: Unpack[LoadChanges],
+    ) -> LoadJob:
+        """Begin a load as soon as there is room for it. The arguments are those of :func:`load`, and:
+
+        Args:
+            priority: Of jobs that wait for their turn the one with the highest goes first, then the oldest.
+            wait: Where other loads of this loader hold memory that this one needs: wait until enough is freed, or fail.
+
+        What is wrong with the file or the device is raised where the job is awaited.
+
+        Raises:
+            OptionError: An option.
+            ClosedError: The loader is not open.
+        """
+        if self._is_closed or self._tasks is None:
+            state = "closed" if self._is_closed else "not open yet"
+            raise ClosedError(f"the loader is {state}", remedy="Submit inside of its async with block")
+        from ggufstream.gguf_file import checked_path
+        from ggufstream.job import LoadJob
+
+        if "staging_bytes" in changes:
+            raise OptionError("staging_bytes is the loader's, shared by its jobs", remedy="Give it to Loader")
+        chosen = (options if options is not None else self._options).replace(**changes)
+        given = _checked_devices(chosen, backend, devices, changed=changes.keys())
+        for sink in sinks:
+            if iscoroutinefunction(sink) or not callable(sink):
+                raise OptionError(f"{sink!r} cannot be a sink", remedy="Give a plain function of one event")
+        job = LoadJob(
+            job_id=uuid.uuid4().hex[:12], path=checked_path(path), priority=priority, sinks=sinks, log=self._log
+        )
+        self._jobs.append(job)
+        self._tasks.start_soon(partial(self._admit, job, chosen, given, wait=wait))
+        return job
+
+    async def _admit(self, job: LoadJob, options: LoadOptions, devices: Sequence[str | Backend], *, wait: bool) -> None:
+        """Join a load of the same file, or run a new one."""
+        from ggufstream.job import SharedLoad
+
+        try:
+            identity = await in_thread(partial(_identity, job.path))
+            shared = await self._same(identity, options, devices)
+        except BaseException:
+            job.end(_cancelled(job.path))
+            raise
+        if job.is_cancelled:
+            return
+        if shared is not None:
+            shared.add(job)
+            return
+        shared = SharedLoad(
+            load_id=job.id, path=job.path, identity=identity, options=options, devices=devices, log=self._log
+        )
+        shared.add(job)
+        self._loads.append(shared)
+        await self._run(shared, wait=wait)
+
+    async def _same(
+        self, identity: FileIdentity | None, options: LoadOptions, devices: Sequence[str | Backend]
+    ) -> SharedLoad | None:
+        """A load of the same file, unchanged since, that runs or whose model is in use."""
+        self._loads = [shared for shared in self._loads if shared.can_be_joined]
+        for shared in tuple(self._loads):
+            if (
+                identity is not None
+                and (shared.identity, shared.options, shared.devices) == (identity, options, list(devices))
+                and await in_thread(shared.is_unchanged)
+                and shared.can_be_joined
+            ):
+                return shared
+        return None
+
+    async def _run(self, shared: SharedLoad, *, wait: bool) -> None:
+        """Carry a load out. How it ends is told to its jobs, and to nobody else."""
+        failure: Exception | None = _cancelled(shared.path)
+        try:
+            with shared.scope:
+                failure = await self._failure(shared, wait=wait)
+        finally:
+            await uninterrupted(shared.conclude(failure))
+
+    async def _failure(self, shared: SharedLoad, *, wait: bool) -> Exception | None:
+        """Load when it is this one's turn; the error, or ``None`` if there is none."""
+        from ggufstream.execution import Execution
+
+        shared.emit(LoadStarted(load_id=shared.load_id, file=shared.path))
+        while True:
+            freed = self._reservations.freed
+            async with self._slots.taken(shared.priority):
+                shared.execution = Execution(
+                    load_id=shared.load_id,
+                    path=shared.path,
+                    options=shared.options,
+                    devices=shared.devices,
+                    budget=self._budget,
+                    reservations=self._reservations,
+                    emit=shared.emit,
+                )
+                try:
+                    shared.report = await shared.execution.run()
+                    return None
+                except OutOfDeviceMemoryError as error:
+                    if not error.held_by or not wait:
+                        return error
+                    reason, held_by = str(error), error.held_by
+                except Exception as error:  # noqa: BLE001 - the affair of those who wait for this load
+                    return error
+            shared.emit(LoadWaiting(load_id=shared.load_id, reason=reason, held_by=held_by))
+            await freed.wait()
+
+    def statistics(self) -> dict[str, Any]:
+        """Jobs by stage, staging memory, and who has reserved which memory."""
+        stages: dict[str, int] = {}
+        for job in self.jobs:
+            stages[job.progress.stage] = stages.get(job.progress.stage, 0) + 1
+        return {
+            "jobs": stages,
+            "running": self._slots.taken_count,
+            "queued": self._slots.waiting,
+            "staging": self._budget.statistics(),
+            "reservations": self._reservations.statistics(),
+        }
+
+
+class _Slots:
+    """How many loads run at once, and who is next."""
+
+    def __init__(self, total: int) -> None:
+        self._free = total
+        self._total = total
+        self._count = itertools.count()
+        self._waiting: list[tuple[int, int, anyio.Event]] = []
+
+    @property
+    def taken_count(self) -> int:
+        return self._total - self._free
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @asynccontextmanager
+    async def taken(self, priority: int) -> AsyncIterator[None]:
+        """Wait for a slot and hold it."""
+        if self._free and not self._waiting:
+            self._free -= 1
+        else:
+            turn = (-priority, next(self._count), anyio.Event())
+            heapq.heappush(self._waiting, turn)
+            try:
+                await turn[2].wait()
+            except BaseException:
+                if turn in self._waiting:
+                    self._waiting.remove(turn)
+                    heapq.heapify(self._waiting)
+                else:
+                    self._give()
+                raise
+        try:
+            yield
+        finally:
+            self._give()
+
+    def _give(self) -> None:
+        if self._waiting:
+            heapq.heappop(self._waiting)[2].set()  # the slot goes straight to the next
+        else:
+            self._free += 1
+
+
+def _cancelled(path: str) -> JobCancelledError:
+    return JobCancelledError(f"the load of {printable(path)} was cancelled", remedy="Submit it again")
+
+
+def _identity(path: str) -> FileIdentity | None:
+    """Which file it is; ``None`` where there is none, which the load itself will say better."""
+    from ggufstream.gguf_file import FileIdentity
+
+    try:
+        return FileIdentity.of(os.stat(path))
+    except OSError:
+        return None
+
+
+def _checked_devices(
+    options: LoadOptions, backend: str | Backend | None, devices: Sequence[str | Backend], *, changed: Collection[str]
+) -> list[str | Backend]:
+    """The backends of a load, by name or open.
+
+    Raises:
+        OptionError: They contradict each other or the options.
+    """
+    from ggufstream.backends.base import Backend
+
+    if devices and backend is not None:
+        raise OptionError("backend and devices are both given", remedy="Give one of them")
+    given = list(devices) or [options.backend if backend is None else backend]
+    if devices and options.device is not None:
+        raise OptionError(
+            f"device={options.device!r} does not say which of the devices it is for",
+            remedy="Name it among the devices, as in vulkan:llvmpipe",
+        )
+    for device in given:
+        if not isinstance(device, str | Backend):
+            raise OptionError(f"{device!r} is neither the name of a backend nor an open one")
+    opened = [device for device in given if isinstance(device, Backend)]
+    if len({id(device) for device in opened}) < len(opened):
+        raise OptionError("the same open backend is given twice among the devices", remedy="Open it once for each use")
+    fixed = {"device", "validation"} & set(changed)
+    if fixed and opened:
+        raise OptionError(
+            f"{', '.join(sorted(fixed))} cannot be changed for a backend that is open already",
+            remedy="Open the backend with it, or give the backend's name",
+        )
+    for device in opened:
+        way = "direct" if device.capabilities.direct else "staged"
+        if options.upload not in {"auto", "alias", way}:
+            raise OptionError(
+                f"upload={options.upload} is asked for, but the open backend {device.capabilities.backend} was opened "
+                f"for {way} uploads",
+                remedy="Open the backend with it, or give the backend's name",
+            )
+    return given

@@ -6,12 +6,13 @@ import warnings
 from collections.abc import Iterator, Mapping
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from ggufstream.backends.base import Slice
+from ggufstream.backends.base import Backend, Slice
+from ggufstream.device_rows import DeviceRows, rows_on_device
 from ggufstream.errors import OptionError, UnsupportedByDeviceError
 from ggufstream.ggml_types import GGMLType
 from ggufstream.layouts import Bytes, Extent, Layout
@@ -215,26 +216,41 @@ class Weight:
         result = await self._lease.run(partial(self._storage.linear, self._entry, batch.reshape(-1, n_in)))
         return result.reshape(*batch.shape[:-1], -1)
 
-    async def rows(self, ids: npt.ArrayLike) -> npt.NDArray[np.float32]:
+    @overload
+    async def rows(self, ids: npt.ArrayLike) -> npt.NDArray[np.float32]: ...
+
+    @overload
+    async def rows(self, ids: npt.ArrayLike, *, into: int | Backend) -> DeviceRows: ...
+
+    async def rows(
+        self, ids: npt.ArrayLike, *, into: int | Backend | None = None
+    ) -> npt.NDArray[np.float32] | DeviceRows:
         """Rows of a lookup table, decoded. Its intent is ``LOOKUP``.
 
         Rows that are asked for several times are had and decoded once. They come from the row cache, else from where
         the table lies: out of the file by page (``ROWS``), or from the one copy that was loaded.
 
+        ``into`` leaves them on a device. If the table lies there, too, the device decodes them itself, and nothing
+        crosses the bus; else they are decoded here and uploaded.
+
         Args:
             ids: Row numbers: any whole numbers of any shape, repeated, in any order.
+            into: One of ``model.backends``, or its index.
 
         Returns:
-            Shape ``(*ids.shape, row elements)``.
+            Shape ``(*ids.shape, row elements)``; with ``into`` device memory that is the caller's to close.
 
         Raises:
             RowIndexError: The table has no such row. Also an ``IndexError``.
-            OptionError: The ids are not whole numbers, or the weight is no table.
+            OptionError: The ids are not whole numbers, the weight is no table, or ``into`` no device of the model.
             FileError: The rows cannot be read any more, for instance of a file that was cut.
-            DeviceError: The device cannot give them back.
+            DeviceError: The device cannot give them back, or, with ``into``, has no memory for them.
             ClosedError: The model is closed.
         """
-        return (await self._request(ids, prefetch=False)).result
+        if into is None:
+            return (await self._request(ids, prefetch=False)).result
+        table = partial(self._storage.tables.table, self._entry)
+        return await rows_on_device(self._lease, table, ids, self._storage.backend(into))
 
     async def prefetch(self, ids: npt.ArrayLike) -> None:
         """Bring rows that are wanted next into the row cache, at most as many as it holds, the lowest ids first.
@@ -269,7 +285,6 @@ class Model(Mapping[str, Weight]):
         self.backends = lease.storage.backends
         self.report = report
         self._lease = lease
-        self._entries = {entry.tensor.name: entry for entry in self.plan.entries}
         self._weights: dict[str, Weight] = {}
 
     def __getitem__(self, name: str) -> Weight:
@@ -280,17 +295,14 @@ class Model(Mapping[str, Weight]):
         """
         weight = self._weights.get(name)
         if weight is None:
-            if name not in self._entries:
-                self.index.tensor(name)  # raises, with the closest names
-                raise OptionError(f"{name} was left out by select", remedy="Load it with a wider select")
-            weight = self._weights[name] = Weight(self._lease, self._entries[name])
+            weight = self._weights[name] = Weight(self._lease, self._lease.storage.entry(name))
         return weight
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+        return (entry.tensor.name for entry in self.plan.entries)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.plan.entries)
 
     @property
     def metadata(self) -> Mapping[str, object]:
@@ -301,9 +313,17 @@ class Model(Mapping[str, Weight]):
         """The product ``x @ W.T`` with a weight: see :meth:`Weight.linear`."""
         return await self[name].linear(x)
 
-    async def rows(self, name: str, ids: npt.ArrayLike) -> npt.NDArray[np.float32]:
-        """Rows of a lookup table, decoded: see :meth:`Weight.rows`."""
-        return await self[name].rows(ids)
+    @overload
+    async def rows(self, name: str, ids: npt.ArrayLike) -> npt.NDArray[np.float32]: ...
+
+    @overload
+    async def rows(self, name: str, ids: npt.ArrayLike, *, into: int | Backend) -> DeviceRows: ...
+
+    async def rows(
+        self, name: str, ids: npt.ArrayLike, *, into: int | Backend | None = None
+    ) -> npt.NDArray[np.float32] | DeviceRows:
+        """Rows of a lookup table, decoded, here or on a device: see :meth:`Weight.rows`."""
+        return await (self[name].rows(ids) if into is None else self[name].rows(ids, into=into))
 
     async def prefetch(self, name: str, ids: npt.ArrayLike) -> None:
         """Bring rows that are wanted next into the row cache: see :meth:`Weight.prefetch`."""

@@ -10,7 +10,8 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +21,11 @@ __all__ = [
     "MADV_DONTNEED",
     "MADV_POPULATE_READ",
     "PAGE",
+    "CacheLook",
     "Residency",
     "advise",
     "available_memory",
+    "cached_bytes",
     "evict",
     "filesystem_type",
     "page_span",
@@ -38,6 +41,9 @@ MADV_POPULATE_READ = 22
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+
+_CACHESTAT = 451
+"""Number of the system call on every architecture but one (Alpha); since Linux 6.5."""
 
 
 def page_span(offset: int, nbytes: int) -> tuple[int, int]:
@@ -116,6 +122,46 @@ def _data(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
             yield page_span(end, size - end)
     finally:
         os.lseek(descriptor, position, os.SEEK_SET)
+
+
+class _CachestatRange(ctypes.Structure):
+    _fields_ = (("offset", ctypes.c_uint64), ("length", ctypes.c_uint64))
+
+
+class _Cachestat(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "recently_evicted")
+    )
+
+
+def cached_bytes(descriptor: int) -> int | None:
+    """Bytes of a file in the page cache, in whole pages, by ``cachestat``: 0.2 ms for 250 MB.
+
+    ``None`` where the kernel is older than 6.5, or refuses: the file is neither the caller's nor his to write.
+    """
+    whole, found = _CachestatRange(0, 0), _Cachestat()  # a length of zero means: to the end
+    arguments = (ctypes.c_int(descriptor), ctypes.byref(whole), ctypes.byref(found), ctypes.c_uint(0))
+    if _libc.syscall(ctypes.c_long(_CACHESTAT), *arguments) != 0:
+        return None
+    return int(found.cached) * PAGE
+
+
+class CacheLook:
+    """How much of some files is in the page cache. Looks so seldom that it takes a fiftieth of the time at most."""
+
+    def __init__(self, descriptors: Sequence[int]) -> None:
+        self._descriptors = descriptors
+        self._next = 0.0
+        self.nbytes: int | None = None
+
+    def refresh(self) -> None:
+        started = time.perf_counter()
+        if started < self._next:
+            return
+        found = [cached_bytes(descriptor) for descriptor in self._descriptors]
+        self.nbytes = sum(n for n in found if n is not None) if None not in found else None
+        ended = time.perf_counter()
+        self._next = ended + 50 * (ended - started)
 
 
 def evict(descriptor: int, first: int, last: int) -> None:

@@ -11,6 +11,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from ggufstream.backends.base import Backend, Capabilities
@@ -31,12 +32,14 @@ __all__ = [
     "HOST",
     "ArenaPlan",
     "LoadPlan",
+    "MemoryNeed",
     "PlanEntry",
     "SlicePlan",
     "Span",
     "check_fits",
     "check_tables",
     "make_plan",
+    "memory_needs",
 ]
 
 DEVICE = "device"
@@ -207,7 +210,7 @@ def _device_dict(load_plan: LoadPlan, i: int) -> dict[str, Any]:
         "device": device.device,
         "budget_bytes": device.budget_bytes,
         "planned_bytes": load_plan.planned_bytes(i),
-        "fits": all(memory.fits for memory in _memories(load_plan, None) if memory.arenas & arenas),
+        "fits": all(need.fits for need in memory_needs(load_plan) if need.arenas & arenas),
     }
 
 
@@ -280,35 +283,16 @@ def make_plan(
     )
 
 
-def check_fits(load_plan: LoadPlan, *, host_bytes: int | None = None) -> None:
-    """Compare the plan with the memory that there is: of each device, and of the host where it holds tensors.
-
-    Raises:
-        OutOfDeviceMemoryError: It does not fit; the message names the largest tensors.
-    """
-    for where in _memories(load_plan, host_bytes):
-        if where.fits:
-            continue
-        there = [entry for entry in load_plan.entries if entry.arena in where.arenas]
-        largest = sorted(there, key=lambda entry: entry.device_bytes, reverse=True)[:3]
-        names = ", ".join(f"{entry.tensor.name} ({entry.device_bytes:,})" for entry in largest)
-        raise OutOfDeviceMemoryError(
-            f"{load_plan.path} needs {where.needed:,} bytes on {where.name}, which has {where.available:,} available; "
-            f"the largest tensors are {names}",
-            backend=where.backend,
-            needed=where.needed,
-            available=where.available,
-            remedy="Free device memory, choose another device or backend, or load a part with select",
-        )
-
-
 @dataclass(slots=True)
-class _Memory:
-    """One memory, and what is planned there."""
+class MemoryNeed:
+    """One memory, and what is planned there. Bytes; ``available`` is ``None`` where that is not known."""
 
+    key: str
     name: str
     backend: str
     available: int | None
+    shared: bool
+    """``available`` leaves out what others have allocated there."""
     needed: int = 0
     arenas: set[str] = field(default_factory=set)
 
@@ -317,22 +301,58 @@ class _Memory:
         return self.available is None or self.needed <= self.available
 
 
-def _memories(load_plan: LoadPlan, host_bytes: int | None) -> list[_Memory]:
+def memory_needs(load_plan: LoadPlan, *, host_bytes: int | None = None) -> list[MemoryNeed]:
     """Every memory of the plan. Devices that share theirs are one."""
-    found: dict[str, _Memory] = {}
+    found: dict[str, MemoryNeed] = {}
     for arena in load_plan.arenas.values():
         if arena.device is None:
-            key, memory = "host", _Memory("the host", "host", host_bytes)
+            memory = MemoryNeed("host", "the host", "host", host_bytes, shared=True)
         else:
             device = load_plan.devices[arena.device]
-            key = device.memory_id or f"#{arena.device}"
-            memory = _Memory(device.device, device.backend, device.budget_bytes)
             if arena.spans and not device.pins_pages:
                 continue  # the file's pages, which the system takes back where memory is short
-        memory = found.setdefault(key, memory)
+            key = device.memory_id or f"#{arena.device}"
+            memory = MemoryNeed(key, device.device, device.backend, device.budget_bytes, shared=device.budget_is_shared)
+        memory = found.setdefault(memory.key, memory)
         memory.needed += arena.planned_bytes
         memory.arenas.add(arena.name)
     return list(found.values())
+
+
+def check_fits(
+    load_plan: LoadPlan, *, host_bytes: int | None = None, held: Mapping[str, Mapping[str, int]] = MappingProxyType({})
+) -> None:
+    """Compare the plan with the memory that there is: of each device, and of the host where it holds tensors.
+
+    Args:
+        load_plan: The plan.
+        host_bytes: Free memory of the host.
+        held: By memory: who else was promised how many of the bytes that look free.
+
+    Raises:
+        OutOfDeviceMemoryError: It does not fit; the message names the largest tensors, and who holds memory.
+    """
+    for need in memory_needs(load_plan, host_bytes=host_bytes):
+        if need.available is None:
+            continue
+        holders = held.get(need.key, {})
+        available = max(0, need.available - sum(holders.values()))
+        if need.needed <= available:
+            continue
+        there = [entry for entry in load_plan.entries if entry.arena in need.arenas]
+        largest = sorted(there, key=lambda entry: entry.device_bytes, reverse=True)[:3]
+        names = ", ".join(f"{entry.tensor.name} ({entry.device_bytes:,})" for entry in largest)
+        raise OutOfDeviceMemoryError(
+            f"{load_plan.path} needs {need.needed:,} bytes on {need.name}, which has {available:,} available; "
+            + (f"there is also memory of {', '.join(holders)}; " if holders else "")
+            + f"the largest tensors are {names}",
+            backend=need.backend,
+            needed=need.needed,
+            available=available,
+            held_by=tuple(holders),
+            remedy=("Close one of those" if holders else "Free device memory")
+            + ", choose another device or backend, or load a part with select",
+        )
 
 
 def check_tables(load_plan: LoadPlan, options: LoadOptions) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ggufstream.backends.arena import Arena
-from ggufstream.backends.base import Backend, Slice
-from ggufstream.errors import ClosedError
+from ggufstream.backends.base import Backend, Chunk, Slice
+from ggufstream.errors import ClosedError, OptionError
 from ggufstream.file_bytes import read_exactly
 from ggufstream.gguf_file import FileIndex
 from ggufstream.layouts import Bytes
@@ -31,6 +31,7 @@ class Storage:
 
     Args:
         close: Frees everything; a second call does nothing. Blocks.
+        closed: Is called when everything is freed, on the event loop.
     """
 
     def __init__(
@@ -44,15 +45,19 @@ class Storage:
         mapped: Mapping[int, MappedSource],
         tables: RowTables,
         close: Callable[[], None],
+        closed: Callable[[], None],
     ) -> None:
         self.index = index
         self.plan = plan
         self.backends = tuple(backends)
         self.tables = tables
+        self._entries = {entry.tensor.name: entry for entry in plan.entries}
         self._arenas = arenas
         self._descriptors = descriptors
         self._mapped = mapped
         self._close = close
+        self._closed = closed
+        self.is_open = True
         self._leases: set[Lease] = set()
         self._closing = anyio.Lock()
 
@@ -62,16 +67,40 @@ class Storage:
         self._leases.add(lease)
         return lease
 
+    def entry(self, name: str) -> PlanEntry:
+        """The entry of a tensor.
+
+        Raises:
+            UnknownTensorError: There is none; the message names the closest.
+            OptionError: It was left out by ``select``.
+        """
+        entry = self._entries.get(name)
+        if entry is None:
+            self.index.tensor(name)  # raises, with the closest names
+            raise OptionError(f"{name} was left out by select", remedy="Load it with a wider select")
+        return entry
+
     async def give_back(self, *leases: Lease) -> None:
         """Wait for the calls of some leases; the last lease of all takes the memory with it."""
         for lease in leases:
             lease.is_open = False
         for lease in leases:
             await lease.wait_idle()
+            if lease.chunks:
+                await in_thread(lease.free)
         async with self._closing:
             self._leases.difference_update(leases)
-            if not self._leases:
-                await in_thread(self._close)
+            if not self._leases and self.is_open:
+                self.is_open = False
+                try:
+                    await in_thread(self._close)
+                finally:
+                    self._closed()
+
+    def drop(self, lease: Lease) -> None:
+        """Forget one of several leases."""
+        self._leases.discard(lease)
+        assert self._leases, "the last lease frees the memory"
 
     async def revoke(self) -> None:
         """Take the memory from whoever holds it: the load has failed."""
@@ -80,6 +109,22 @@ class Storage:
     def slices(self, entry: PlanEntry) -> tuple[Slice, ...]:
         """Where the slices of a tensor lie, in row order."""
         return slices_of(entry, self._arenas)
+
+    def backend(self, which: int | Backend) -> Backend:
+        """One of the devices, by itself or by its index.
+
+        Raises:
+            OptionError: It is none of them.
+        """
+        if isinstance(which, int) and 0 <= which < len(self.backends):
+            return self.backends[which]
+        for backend in self.backends:
+            if backend is which:
+                return backend
+        raise OptionError(
+            f"into={which!r} is no device of this model",
+            remedy=f"Give one of model.backends, or its index, 0 to {len(self.backends) - 1}",
+        )
 
     def guard(self, entry: PlanEntry, offset: int, nbytes: int) -> None:
         """Before bytes of a tensor are used that the device reads in the file's pages. Blocks."""
@@ -151,6 +196,8 @@ class Lease:
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self.is_open = True
+        self.chunks: set[Chunk] = set()
+        """Device memory that calls under this lease have handed out; what is left is freed with it."""
         self._running = 0
         self._idle = anyio.Event()
 
@@ -177,14 +224,25 @@ class Lease:
         if not self.is_open:
             raise ClosedError(f"the model of {self.storage.index.path} is closed", remedy="Load it again")
 
+    def leave(self) -> None:
+        """End a lease under which nothing runs, where others go on."""
+        self.is_open = False
+        self.storage.drop(self)
+
     async def wait_idle(self) -> None:
         """Wait until no call runs."""
         while self._running:
             await self._idle.wait()
 
+    def free(self) -> None:
+        """Free what calls have handed out; none is running. Blocks."""
+        while self.chunks:
+            self.chunks.pop().close()
+
     def statistics(self) -> dict[str, Any]:
-        """Those of the storage, and the calls that run under this lease."""
-        return self.storage.statistics() | {"running": self._running}
+        """Those of the storage, the calls that run under this lease, and device memory that they have handed out."""
+        handed_out = {"rows_on_devices": len(self.chunks), "rows_on_devices_bytes": sum(c.nbytes for c in self.chunks)}
+        return self.storage.statistics() | {"running": self._running} | handed_out
 
     async def aclose(self) -> None:
         """Wait for calls that are running; the last lease frees the memory. A second call waits for the first."""

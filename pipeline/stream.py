@@ -35,7 +35,7 @@ from ggufstream.budget import ByteBudget
 from ggufstream.errors import OutOfHostMemoryError
 from ggufstream.events import ArenaGrown, Event, Progress, RangeMoved, Sampled, StageTime, TensorReady
 from ggufstream.layouts import Bytes
-from ggufstream.pages import PAGE, rss_bytes
+from ggufstream.pages import PAGE, CacheLook, rss_bytes
 from ggufstream.plan import LoadPlan
 from ggufstream.probe import LoopProbe
 from ggufstream.ranges import Range
@@ -52,7 +52,7 @@ _T = TypeVar("_T")
 FIRST_LAYER = 0
 """A forward pass can begin when the tensors before the first block, and of it, are ready."""
 
-SAMPLE_SECONDS = 0.05
+SAMPLE_SECONDS = 0.02
 """Counters are sampled at most that often."""
 
 
@@ -81,6 +81,7 @@ class Stream:
         self.probe = LoopProbe()
         self.rss_peak = 0
         self._rss = 0
+        self._cache = CacheLook([source.descriptor for source in sources])
         self.first_layer_at: float | None = None
         """On ``time.perf_counter``."""
         self._load_id = load_id
@@ -103,12 +104,18 @@ class Stream:
         self._uploads = Uploads()
         self._unsettled = Counter(plan.arenas[part.arena].device for part in plan.ranges if plan.is_staged(part))
         """Staged ranges that are left, by device: the last one takes the device's staging memory with it."""
+        self.staging_peak = 0
+        """The most staging memory that was in use, of this load."""
         self._charged: dict[int, int] = {}
+        """Staging budget that ranges under way hold, by index."""
+        self._spare = 0
+        """Staging budget that finished ranges have left for the next one, with their slabs."""
         self._times: dict[int, list[StageTime]] = {}
         """Of the ranges under way, by index."""
         self._submitted: dict[int, float] = {}
         """When the uploads in flight began, by index."""
         self._sampled_at = 0.0
+        self._feeding = True
         # Growing, settling and releasing have a thread each, and one is to spare.
         self._threads = ThreadPoolExecutor(self.workers + 4, thread_name_prefix="ggufstream")
         self._bytes_done = 0
@@ -146,9 +153,9 @@ class Stream:
             try:
                 await clean_up_in_thread(self._close)
             finally:
-                for nbytes in self._charged.values():
-                    self._budget.release(nbytes)
+                self._budget.release(sum(self._charged.values()) + self._spare)
                 self._charged.clear()
+                self._spare = 0
 
     def _close(self) -> None:
         """Wait for whatever is in flight and give all memory back, however the stream ended."""
@@ -201,9 +208,7 @@ class Stream:
         """Send ranges out in order, each when the budget has room for it and its slices have memory."""
         async with ranges:
             for part in self._plan.ranges:
-                nbytes = self._host_bytes(part)
-                await self._budget.acquire(nbytes)
-                self._charged[part.index] = nbytes
+                await self._charge(part)
                 arena = self._arenas[part.arena]
                 last = max(self._plan.entries[piece.entry].slices[piece.part].index for piece in part.pieces)
                 if arena.needs_growth(last):
@@ -211,6 +216,31 @@ class Stream:
                     # The next chunk is allocated while this one is filled.
                     tasks.start_soon(self._grow, arena, arena.upcoming)
                 await ranges.send(part)
+        self._feeding = False
+
+    async def _charge(self, part: Range) -> None:
+        """Wait for the staging memory of a range, and take it: what the last ones left, or from the budget."""
+        nbytes = self._budget.cost(self._host_bytes(part))
+        if self._spare >= nbytes:
+            self._spare -= nbytes
+        else:
+            await self._give_spare()
+            await self._budget.acquire(nbytes, owner=self)
+        self._charged[part.index] = nbytes
+        self.staging_peak = max(self.staging_peak, sum(self._charged.values()) + self._spare)
+
+    async def _give_spare(self) -> None:
+        """Free the slabs that nobody uses, and give back their budget."""
+        if self._spare:
+            spare, self._spare = self._spare, 0
+            try:
+                await self._hop(self._trim)
+            finally:
+                self._budget.release(spare)
+
+    def _trim(self) -> None:
+        for pool in (self._scratch, *self._staging):
+            pool.close()
 
     async def _grow(self, arena: Arena, index: int | None) -> None:
         async with self._growing:
@@ -340,14 +370,22 @@ class Stream:
     async def _release(self, done: MemoryObjectReceiveStream[Range]) -> None:
         """Drop pages, as many ranges a hop as are done, and give their budget back."""
         async with done:
+            await self._hop(self._measure_rss)
+            self._sample()
             async for part in done:
                 batch = [part]
                 while done.statistics().current_buffer_used:
                     batch.append(done.receive_nowait())
                 await self._hop(partial(self._drop, batch))
                 for finished in batch:
-                    self._budget.release(self._charged.pop(finished.index))
+                    self._spare += self._charged.pop(finished.index)
                     self._moved(finished)
+                waiting = self._budget.next
+                if not self._feeding or waiting not in {None, self}:
+                    await self._give_spare()
+                elif waiting is self:  # the slabs stay for the range that waits
+                    spare, self._spare = self._spare, 0
+                    self._budget.release(spare)
                 if time.perf_counter() - self._sampled_at >= SAMPLE_SECONDS:
                     self._sample()
         await self._hop(self._finish)
@@ -363,6 +401,7 @@ class Stream:
     def _measure_rss(self) -> None:
         self._rss = rss_bytes()
         self.rss_peak = max(self.rss_peak, self._rss)
+        self._cache.refresh()
 
     def _moved(self, part: Range) -> None:
         self._emit(
@@ -386,7 +425,7 @@ class Stream:
                 uploads=len(self._uploads),
                 allocated_bytes=sum(arena.allocated_bytes for arena in self._arenas.values()),
                 rss_bytes=self._rss,
-                page_cache_bytes=None,
+                page_cache_bytes=self._cache.nbytes,
                 loop_lag_seconds=self.probe.latest(),
             )
         )

@@ -55,9 +55,13 @@ class SlabPool:
             self._free.append(staging)
 
     def close(self) -> None:
-        """Free all. None may be out."""
-        while self._free:
-            self._free.pop().close()
+        """Free those that are not out."""
+        while True:
+            with self._lock:
+                if not self._free:
+                    return
+                staging = self._free.pop()
+            staging.close()
 
 
 class Uploads:

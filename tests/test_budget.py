@@ -35,7 +35,7 @@ class Client:
                 self._log.append(self)
                 await self._leave.wait()
             finally:
-                self._budget.release(self.nbytes)
+                self._budget.release(self._budget.cost(self.nbytes))
         self.ended = True
 
     def leave(self) -> None:

@@ -1,0 +1,125 @@
+"""Events of one job for any number of readers, none of which can slow the load down or make a queue grow."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Self
+from weakref import WeakSet
+
+import anyio
+
+from ggufstream.events import (
+    Event,
+    EventSink,
+    HeaderRead,
+    LoadCancelled,
+    LoadFailed,
+    LoadFinished,
+    LoadStarted,
+    LoadWaiting,
+    Planned,
+    Progress,
+)
+from ggufstream.sinks import StructlogSink
+
+__all__ = ["Broadcast", "EventReader"]
+
+_MILESTONES = (LoadStarted, LoadWaiting, HeaderRead, Planned, LoadFinished, LoadFailed, LoadCancelled)
+_ENDS = (LoadFinished, LoadFailed, LoadCancelled)
+
+_BACKLOG = 256
+"""Events that wait for one reader at most; of milestones and progress only the latest of a kind is kept anyway."""
+
+
+class EventReader:
+    """Events of a job, for ``async for``; ends with the job.
+
+    A new reader is told the milestones so far and the latest progress. A slow one gets the latest progress in place of
+    all that it has missed, every milestone, and as many other events as its backlog holds; the rest is dropped and
+    counted.
+    """
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._waiting: deque[Event] = deque(events)
+        self._arrived = anyio.Event()
+        self._ended = False
+        self._dropped = 0
+
+    def put(self, event: Event) -> None:
+        """Never waits. What comes after the end of the job is ignored."""
+        if isinstance(event, (Progress, *_MILESTONES)):
+            for waiting in self._waiting:
+                if type(waiting) is type(event):
+                    self._waiting.remove(waiting)
+                    break
+            self._waiting.append(event)
+        elif len(self._waiting) < _BACKLOG:
+            self._waiting.append(event)
+        else:
+            self._dropped += 1
+        self._arrived.set()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Event:
+        await anyio.lowlevel.checkpoint()
+        while not self._waiting:
+            if self._ended:
+                raise StopAsyncIteration
+            self._arrived = anyio.Event()
+            await self._arrived.wait()
+        event = self._waiting.popleft()
+        self._ended = isinstance(event, _ENDS)
+        return event
+
+    def statistics(self) -> dict[str, int]:
+        """Events that wait for this reader, and that were dropped because it was slow."""
+        return {"waiting": len(self._waiting), "dropped": self._dropped}
+
+
+class Broadcast:
+    """Passes events on to sinks and readers, and remembers what a late one must be told."""
+
+    def __init__(self, sinks: Sequence[EventSink], log: StructlogSink) -> None:
+        self._sinks = list(sinks)
+        self._log = log
+        self._readers: WeakSet[EventReader] = WeakSet()
+        self._milestones: dict[type[Event], Event] = {}
+        self._progress: Progress | None = None
+
+    def __call__(self, event: Event) -> None:
+        """Send an event. A sink that raises is dropped with a record; the load goes on."""
+        if isinstance(event, Progress):
+            self._progress = event
+        elif isinstance(event, _MILESTONES):
+            self._milestones.pop(type(event), None)
+            self._milestones[type(event)] = event
+        for sink in list(self._sinks):
+            try:
+                sink(event)
+            except Exception as error:  # noqa: BLE001 - a sink is the caller's code, and only its own affair
+                self._sinks.remove(sink)
+                self._log.sink_failed(event.load_id, sink, error)
+        for reader in list(self._readers):
+            reader.put(event)
+
+    @property
+    def past(self) -> list[Event]:
+        """What a late reader is told: milestones, and the latest progress before the end."""
+        events = list(self._milestones.values())
+        if self._progress is not None:
+            at = len(events) - (1 if events and isinstance(events[-1], _ENDS) else 0)
+            events.insert(at, self._progress)
+        return events
+
+    def reader(self) -> EventReader:
+        """One more reader."""
+        reader = EventReader(self.past)
+        self._readers.add(reader)
+        return reader
+
+    def statistics(self) -> list[dict[str, int]]:
+        """Of each reader."""
+        return [reader.statistics() for reader in list(self._readers)]
