@@ -390,6 +390,11 @@ class FaultyBackend(BackendWrapper):
         self._errors = dict(errors or {})
         self._lock = threading.Lock()
 
+    def fail_next(self, method: str) -> None:
+        """The next call of ``method`` fails."""
+        with self._lock:
+            self._fail[method] = self.calls[method] + 1
+
     def count(self, method: str) -> None:
         """Count a call, and raise if it is the one to fail."""
         with self._lock:

@@ -1,4 +1,4 @@
-"""Rows of a table that stays in the file: four ways to have many of them at once, and the choice between them.
+"""Rows of a table that stays in the file: ways to have many of them at once, and the choice between them.
 
 Every way gives the bytes as they are in the file, leaves the page cache as the caller wants it, and compares the file
 with what its header was read from: bytes of a file that was written to meanwhile are an error, never a result. A file
@@ -14,15 +14,17 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import numpy as np
 import numpy.typing as npt
 
+from ggufstream.backends.base import Backend, Chunk, Slice
 from ggufstream.backends.host_memory import anonymous_memory
 from ggufstream.errors import TruncatedFileError, UnreadableFileError
 from ggufstream.file_bytes import read_error, read_exactly
-from ggufstream.layouts import Bytes
+from ggufstream.ggml_types import GGMLType
+from ggufstream.layouts import Bytes, Extent, Raw
 from ggufstream.options import RowStrategy
 from ggufstream.pages import MADV_DONTNEED, MADV_POPULATE_READ, PAGE, advise, filesystem_type, page_span
 from ggufstream.read import NETWORK
@@ -31,7 +33,7 @@ from ggufstream.row_cache import Ids
 from ggufstream.row_files import BATCH_BYTES, Table
 from ggufstream.row_reads import MADV_RANDOM, MADV_WILLNEED, Runs, advise_runs, gather
 
-__all__ = ["FileRows", "RowSource", "open_rows"]
+__all__ = ["DeviceReadRows", "FileRows", "RowSource", "open_rows"]
 
 _SCRATCH = 2
 """Pieces of scratch memory that are kept for the next fetch."""
@@ -48,8 +50,12 @@ class RowSource(ABC):
 
     strategy: str
     reason: str
+    backend: Backend | None = None
+    """The device that can ``gather``, because it reaches the table."""
 
-    def __init__(self) -> None:
+    def __init__(self, row_type: GGMLType) -> None:
+        self.type = row_type
+        """Type of the blocks that ``fetch`` gives: the table's, or F32 where they come decoded."""
         self._counting = threading.Lock()
         self.fetches = 0
         """Reads, or copies of contiguous stretches."""
@@ -57,7 +63,7 @@ class RowSource(ABC):
 
     @abstractmethod
     def fetch(self, ids: Ids) -> npt.NDArray[np.uint8]:
-        """Rows as they are in the file, shape ``(n, bytes a row)``.
+        """Blocks of rows, shape ``(n, bytes a row)``.
 
         Args:
             ids: At least one, each once, sorted. At most about ``BATCH_BYTES`` of rows.
@@ -66,6 +72,10 @@ class RowSource(ABC):
             FileError: The bytes cannot be had.
             DeviceError: The same, where the rows lie on a device.
         """
+
+    def gather(self, ids: Ids, target: Chunk, offset: int) -> None:
+        """Have ``backend`` decode rows into its own memory, see ``Backend.gather``. Raises as ``fetch``."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Give everything back; no fetch is running. A second call does nothing."""
@@ -80,7 +90,7 @@ class FileRows(RowSource):
     """Rows out of the file."""
 
     def __init__(self, table: Table, reason: str) -> None:
-        super().__init__()
+        super().__init__(table.tensor.type)
         self.table = table
         self.reason = reason
 
@@ -267,6 +277,12 @@ class MappedRows(FileRows):
         advise(self._bytes, MADV_RANDOM)
 
     def fetch(self, ids: Ids) -> npt.NDArray[np.uint8]:
+        with self._resident(ids) as (memory, runs):
+            return gather(memory, runs.begin - self._origin, self.table.tensor.row_bytes)
+
+    @contextmanager
+    def _resident(self, ids: Ids) -> Iterator[tuple[Bytes, Runs]]:
+        """The pages of some rows are in memory inside the block; what was read there counts if it ends well."""
         assert self._bytes is not None, "used after close()"
         runs = self.table.merge(ids).paged()
         shifted = runs._replace(first=runs.first - self._origin, last=runs.last - self._origin)
@@ -275,12 +291,11 @@ class MappedRows(FileRows):
                 with suppress(OSError):  # an advice; what it could not do, populating does
                     advise_runs(self._bytes, shifted, MADV_WILLNEED)
                 self._populate(shifted, runs)
-                result = gather(self._bytes, runs.begin - self._origin, self.table.tensor.row_bytes)
+                yield self._bytes, runs
             finally:
                 advise_runs(self._bytes, shifted, MADV_DONTNEED)
         self.table.check_unchanged(self._descriptor)
         self._count(runs.first.size, int(runs.nbytes.sum()))
-        return result
 
     def _populate(self, shifted: Runs, runs: Runs) -> None:
         assert self._bytes is not None
@@ -313,11 +328,51 @@ class MappedRows(FileRows):
             self._descriptor = -1
 
 
+class DeviceReadRows(MappedRows):
+    """``device-read``: the device reads the mapped pages itself, so that rows for it are never copied here.
+
+    Args:
+        table: The table.
+        backend: The device; it maps files and does not pin them, and the table fits one binding.
+    """
+
+    strategy = "device-read"
+
+    def __init__(self, table: Table, backend: Backend) -> None:
+        super().__init__(table, f"{backend.capabilities.device} reads the file's pages")
+        assert self._bytes is not None
+        self.backend = backend
+        try:
+            self._pages = backend.map_pages(self._bytes)
+        except BaseException:
+            super().close()
+            raise
+
+    def gather(self, ids: Ids, target: Chunk, offset: int) -> None:
+        assert self.backend is not None
+        tensor = self.table.tensor
+        extent = Extent(type=tensor.type, rows=tensor.rows, row_blocks=tensor.row_blocks)
+        begin = tensor.offset - self._origin
+        whole = Slice(chunk=self._pages, offset=begin, nbytes=tensor.nbytes, extent=extent, layout=Raw())
+        with self._resident(np.unique(ids)):
+            self.backend.gather([whole], ids, target, offset)
+
+    def close(self) -> None:
+        self._pages.close()
+        super().close()
+
+
 _WAYS: dict[str, type[FileRows]] = {"mapped": MappedRows, "pread": PreadRows, "direct": DirectRows}
 
 _FEW_ROWS = 256
 _ROUNDS = (8, 64)
 _ROUND_SECONDS = 0.003
+
+
+def may_map(table: Table, asked: RowStrategy) -> bool:
+    """Whether the table's pages may be mapped: on network file systems only if that is asked for."""
+    network = filesystem_type(table.shard.identity.device).startswith(NETWORK)
+    return asked == "mapped" or (asked == "auto" and not network)
 
 
 def open_rows(table: Table, asked: RowStrategy) -> FileRows:
@@ -328,8 +383,8 @@ def open_rows(table: Table, asked: RowStrategy) -> FileRows:
     """
     if asked != "auto":
         return _WAYS[asked](table, "asked for")
-    kind = filesystem_type(table.shard.identity.device)
-    if kind.startswith(NETWORK):
+    if not may_map(table, asked):
+        kind = filesystem_type(table.shard.identity.device)
         return PreadRows(table, f"{kind} is a network file system and is never mapped")
     if table.tensor.rows < _FEW_ROWS:
         return PreadRows(table, f"{table.tensor.rows} rows are too few to measure")

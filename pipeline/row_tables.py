@@ -5,24 +5,27 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ggufstream.backends.arena import Arena
-from ggufstream.backends.base import Backend, Slice
+from ggufstream.backends.base import Backend, Capabilities, Slice
 from ggufstream.backends.decode import DECODABLE
 from ggufstream.errors import OptionError
 from ggufstream.gguf_file import Shard
+from ggufstream.gguf_layout import TensorInfo
 from ggufstream.options import Intent, PageCacheMode, Placement, RowStrategy
 from ggufstream.pages import Residency, page_span
+from ggufstream.placements import slice_limit
 from ggufstream.plan import LoadPlan, PlanEntry
 from ggufstream.report import RowsReport
 from ggufstream.row_files import Table
 from ggufstream.row_reads import READERS, Readers
 from ggufstream.row_slices import SliceRows
-from ggufstream.row_sources import RowSource, open_rows
+from ggufstream.row_sources import DeviceReadRows, RowSource, may_map, open_rows
 from ggufstream.rows import RowTable
 
 __all__ = ["RowTables", "slices_of"]
@@ -116,20 +119,14 @@ class RowTables:
             )
         with self._opening:
             if name not in self._tables:
-                self._tables[name] = RowTable(
-                    tensor,
-                    self._source(entry, self._strategy),
-                    readers=self._readers,
-                    cache_bytes=self._caches.get(name, 0),
-                    decoders=self._decoders,
-                )
+                self._tables[name] = self._open(entry)
             return self._tables[name]
 
     def report(self) -> tuple[RowsReport, ...]:
         """How each table is read, and why so. All is loaded."""
         tables = {name: self.table(entry) for name, entry in self._entries.items()}
         return tuple(
-            RowsReport(tensor=name, strategy=table.source.strategy, reason=table.source.reason)
+            RowsReport(tensor=name, strategy=table.source.strategy, reason=table.reason)
             for name, table in tables.items()
         )
 
@@ -143,10 +140,32 @@ class RowTables:
             table.close()
         self._readers.close()
 
-    def _source(self, entry: PlanEntry, strategy: RowStrategy) -> RowSource:
-        tensor = entry.tensor
-        if entry.placement is Placement.ROWS and tensor.nbytes:
-            return open_rows(self._table(entry), strategy)
+    def _open(self, entry: PlanEntry) -> RowTable:
+        gathering: list[RowSource] = []
+        with ExitStack() as undo:
+            if entry.placement is Placement.ROWS and entry.tensor.nbytes:
+                table = self._table(entry)
+                source: RowSource = open_rows(table, self._strategy)
+                undo.callback(source.close)
+                for facts, backend in zip(self._plan.devices, self._backends, strict=True):
+                    if _reads_pages(entry.tensor, facts) and may_map(table, self._strategy):
+                        gathering.append(DeviceReadRows(table, backend))
+                        undo.callback(gathering[-1].close)
+            else:
+                source = self._loaded(entry)
+                if source.backend is not None:
+                    gathering.append(source)
+            undo.pop_all()
+        return RowTable(
+            entry.tensor,
+            source,
+            gathering=gathering,
+            readers=self._readers,
+            cache_bytes=self._caches.get(entry.tensor.name, 0),
+            decoders=self._decoders,
+        )
+
+    def _loaded(self, entry: PlanEntry) -> SliceRows:
         device = None if entry.device is None else self._plan.devices[entry.device]
         mapped = entry.arena is not None and bool(self._plan.arenas[entry.arena].spans)
         if mapped:
@@ -155,11 +174,14 @@ class RowTables:
             reason = "from the copy in host memory" if entry.slices else "no elements"
         else:
             reason = f"from the copy that is there for products ({device.device}, layout {entry.layout.name})"
+        slices = slices_of(entry, self._arenas)
+        # Memory of a card's own may be mapped, but reading it from here is very slow.
+        near = mapped or device is None or device.memory != "discrete"
         return SliceRows(
-            tensor,
-            slices_of(entry, self._arenas),
-            visible=mapped or device is None or device.memory != "discrete",
-            read=None if entry.device is None else self._backends[entry.device].read,
+            entry.tensor,
+            slices,
+            visible=near and all(part.chunk.view is not None for part in slices),
+            backend=None if entry.device is None else self._backends[entry.device],
             mapped=self._table(entry) if mapped else None,
             reason=reason,
         )
@@ -185,6 +207,17 @@ class RowTables:
                 return np.broadcast_to(np.False_, last - first)
             case _:
                 return self._residency[tensor.shard].pages[first:last].copy()
+
+
+def _reads_pages(tensor: TensorInfo, facts: Capabilities) -> bool:
+    """Whether a device can decode rows of a table where it is in the file, without pinning all of it."""
+    return (
+        facts.memory == "unified"
+        and facts.maps_files
+        and not facts.pins_pages
+        and tensor.offset % facts.slice_alignment == 0
+        and tensor.nbytes <= slice_limit(facts)
+    )
 
 
 def _shares(entries: Sequence[PlanEntry], cache_bytes: int) -> dict[str, int]:

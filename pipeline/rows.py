@@ -9,23 +9,25 @@ from __future__ import annotations
 import operator
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ggufstream.backends.base import Backend, Chunk
 from ggufstream.backends.decode import decode
 from ggufstream.errors import OptionError, RowIndexError
 from ggufstream.gguf_layout import TensorInfo
+from ggufstream.layouts import Bytes
 from ggufstream.pages import PAGE
 from ggufstream.row_cache import Ids, RowCache
 from ggufstream.row_files import BATCH_BYTES
 from ggufstream.row_reads import Readers
 from ggufstream.row_sources import RowSource
 
-__all__ = ["Request", "RowTable"]
+__all__ = ["Request", "RowTable", "checked"]
 
 _PIECE_BYTES = 256 << 10
 """File bytes that one thread decodes at a time: the numbers made of them stay in the processor's cache."""
@@ -46,24 +48,34 @@ class RowTable:
     Args:
         tensor: The table.
         source: Where its rows come from.
+        gathering: Sources, perhaps this one, whose devices decode rows into memory of their own.
         readers: Threads to decode in.
         cache_bytes: Bound of the row cache, 0 for none.
         decoders: How many threads decode.
     """
 
     def __init__(
-        self, tensor: TensorInfo, source: RowSource, *, readers: Readers, cache_bytes: int, decoders: int
+        self,
+        tensor: TensorInfo,
+        source: RowSource,
+        *,
+        gathering: Sequence[RowSource] = (),
+        readers: Readers,
+        cache_bytes: int,
+        decoders: int,
     ) -> None:
         self.tensor = tensor
         self.source = source
+        self._gathering = gathering
         self._readers = readers
         self._decoders = decoders
-        self._cache = RowCache(rows=tensor.rows, row_bytes=tensor.row_bytes, nbytes=cache_bytes)
+        self._row_bytes = tensor.row_elements // source.type.block_elements * source.type.block_bytes
+        self._cache = RowCache(rows=tensor.rows, row_bytes=self._row_bytes, nbytes=cache_bytes)
         self._lock = threading.Lock()
         self._fetching: list[_Fetch] = []
-        self._counts = dict.fromkeys(("rows", "hits", "misses", "shared"), 0)
+        self._counts = dict.fromkeys(("rows", "hits", "misses", "shared", "gathered"), 0)
         self._seconds = 0.0
-        self.batch_rows = max(1, BATCH_BYTES // (tensor.row_bytes + 2 * PAGE))
+        self.batch_rows = max(1, BATCH_BYTES // (self._row_bytes + 2 * PAGE))
 
     def request(self, ids: npt.ArrayLike, *, prefetch: bool = False) -> Request:
         """Check the ids, sort them out, and have the first batch of rows; ``step`` while there is more.
@@ -74,10 +86,38 @@ class RowTable:
             FileError: The rows cannot be read.
             DeviceError: The same, where they lie on a device.
         """
-        request = Request(self, _checked(self.tensor, ids), prefetch=prefetch)
+        request = Request(self, checked(self.tensor, ids), prefetch=prefetch)
         if request.more:
             request.step()
         return request
+
+    def write(self, ids: npt.NDArray[np.int64], memory: Bytes) -> None:
+        """Write the float32 elements of rows into memory, one row after the other. Raises as ``request``."""
+        values = memory.view(np.float32).reshape(ids.size, self.tensor.row_elements)
+        request = Request(self, ids, values=values)
+        while request.more:
+            request.step()
+
+    def near(self, backend: Backend) -> RowSource | None:
+        """A source that can ``gather`` on this device."""
+        return next((source for source in self._gathering if source.backend is backend), None)
+
+    def gather(self, source: RowSource, ids: npt.NDArray[np.int64], target: Chunk, offset: int) -> None:
+        """Have a device decode rows into its own memory, see ``Backend.gather``. Raises as ``request``."""
+        source.gather(ids, target, offset)
+        with self._lock:
+            self._counts["rows"] += ids.size
+            self._counts["gathered"] += ids.size
+
+    @property
+    def reason(self) -> str:
+        """Why rows come the way they do."""
+        more = [source for source in self._gathering if source is not self.source]
+        return "; ".join([self.source.reason, *(f"for rows that stay on a device, {source.reason}" for source in more)])
+
+    @property
+    def _sources(self) -> set[RowSource]:
+        return {self.source, *self._gathering}
 
     @property
     def prefetch_rows(self) -> int:
@@ -85,7 +125,7 @@ class RowTable:
         return self._cache.slots
 
     def blocks(self, ids: Ids) -> npt.NDArray[np.uint8]:
-        """Rows as they are in the file; ids sorted, each once, at most ``batch_rows``."""
+        """Blocks of rows, as the source has them; ids sorted, each once, at most ``batch_rows``."""
         with self._lock:
             here, slots = self._cache.find(ids)
             cached = self._cache.take(slots) if slots.size else None
@@ -105,7 +145,7 @@ class RowTable:
             assert mine.blocks is not None
             if ours.size == ids.size:
                 return mine.blocks
-        result = np.empty((ids.size, self.tensor.row_bytes), np.uint8)
+        result = np.empty((ids.size, self._row_bytes), np.uint8)
         if cached is not None:
             result[here] = cached
         if mine.blocks is not None:
@@ -135,12 +175,12 @@ class RowTable:
 
     def decode(self, blocks: npt.NDArray[np.uint8], first: int, request: Request) -> None:
         """Decode rows ``first`` and on of a request into its result, in several threads where there are many."""
-        step = max(1, _PIECE_BYTES // max(self.tensor.row_bytes, 1))
+        step = max(1, _PIECE_BYTES // max(self._row_bytes, 1))
 
         def work(starts: Iterator[int]) -> None:
             for start in starts:
                 part = blocks[start : start + step]
-                values = decode(self.tensor.type, part.reshape(-1)).reshape(len(part), -1)
+                values = decode(self.source.type, part.reshape(-1)).reshape(len(part), -1)
                 request.put(first + start, values)
 
         self._readers.share(work, range(0, len(blocks), step), threads=self._decoders)
@@ -152,29 +192,38 @@ class RowTable:
 
     def statistics(self) -> dict[str, Any]:
         """Rows asked for (repeated ones each time); distinct rows a batch that were cached (``hits``), fetched
-        (``misses``) or fetched by another request at the time (``shared``); reads and their bytes and seconds.
+        (``misses``) or fetched by another request at the time (``shared``); rows that a device decoded into memory of
+        its own (``gathered``); reads and their bytes and seconds.
         """
         with self._lock:
             return {
                 "strategy": self.source.strategy,
                 **self._counts,
                 "evictions": self._cache.evictions,
-                "fetches": self.source.fetches,
-                "bytes_read": self.source.bytes_read,
+                "fetches": sum(source.fetches for source in self._sources),
+                "bytes_read": sum(source.bytes_read for source in self._sources),
                 "seconds": round(self._seconds, 6),
                 "cached_rows": self._cache.held,
                 "cache_bytes": self._cache.nbytes,
             }
 
     def close(self) -> None:
-        """Close the source; nothing is running. A second call does nothing."""
-        self.source.close()
+        """Close the sources; nothing is running. A second call does nothing."""
+        for source in self._sources:
+            source.close()
 
 
 class Request:
     """Rows of one call: ``step`` while there is ``more``, then take ``result``."""
 
-    def __init__(self, table: RowTable, ids: npt.NDArray[np.int64], *, prefetch: bool) -> None:
+    def __init__(
+        self,
+        table: RowTable,
+        ids: npt.NDArray[np.int64],
+        *,
+        prefetch: bool = False,
+        values: npt.NDArray[np.float32] | None = None,
+    ) -> None:
         self._table = table
         flat = ids.reshape(-1)
         self._order = np.argsort(flat, kind="stable")
@@ -185,7 +234,9 @@ class Request:
         self._starts = np.append(np.flatnonzero(is_first), flat.size)
         self._which = np.cumsum(is_first) - 1
         self._prefetch = prefetch
-        self._values = np.empty((0 if prefetch else flat.size, table.tensor.row_elements), np.float32)
+        if values is None:
+            values = np.empty((0 if prefetch else flat.size, table.tensor.row_elements), np.float32)
+        self._values = values
         self._shape = ids.shape
         if prefetch:
             self._unique = self._unique[: table.prefetch_rows]
@@ -224,8 +275,8 @@ class Request:
         return self._values.reshape(*self._shape, self._table.tensor.row_elements)
 
 
-def _checked(tensor: TensorInfo, ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """The ids as an array, each a row of the table."""
+def checked(tensor: TensorInfo, ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """The ids as an array, each a row of the table. Raises as ``RowTable.request``."""
     try:
         array = np.asarray(ids)
     except (ValueError, TypeError, OverflowError) as error:

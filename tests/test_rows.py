@@ -23,15 +23,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ggufstream
-from ggufstream import row_sources
+from ggufstream import device_rows, row_sources
+from ggufstream.backends.base import Chunk
 from ggufstream.backends.cpu import CpuBackend
 from ggufstream.backends.decode import DECODABLE, decode
 from ggufstream.backends.registry import open_backend
 from ggufstream.backends.simulated import PROFILES, SimulatedBackend
+from ggufstream.backends.testing import BackendWrapper, FaultyBackend, SlowBackend
 from ggufstream.errors import (
     ClosedError,
+    DeviceError,
     FileChangedError,
     OptionError,
+    OutOfDeviceMemoryError,
     RowIndexError,
     UnknownTensorError,
     UnreadableFileError,
@@ -109,6 +113,8 @@ def assert_rows(got: npt.NDArray[np.float32], path: Path, name: str, ids: npt.Ar
     wanted = np.asarray(ids)
     assert got.dtype == np.float32
     assert got.shape == (*wanted.shape, tensor.row_elements)
+    if not wanted.size:
+        return
     want = reference(tensor.type, data[wanted.reshape(-1)])
     assert np.array_equal(got.reshape(want.shape).view(np.uint32), want.view(np.uint32))
 
@@ -184,12 +190,13 @@ def test_every_type_and_layout_in_memory(type_name: str, layout: Layout, profile
         slices = placed(
             stack, backend, blocks, ggml_type, row_blocks=row_blocks, layout=layout, cuts=(16, 17, 60), lead=100
         )
-        source = SliceRows(
-            tensor, slices, visible=profile == "cpu", read=backend.read, mapped=None, reason="for this test"
-        )
+        visible = profile == "cpu"
+        source = SliceRows(tensor, slices, visible=visible, backend=backend, mapped=None, reason="for this test")
+        # Blocks as they are in the file, or decoded on the device.
+        want = blocks.reshape(rows, -1) if visible else reference(ggml_type, blocks.reshape(rows, -1)).view(np.uint8)
         ids = np.unique(np.concatenate([[0, 15, 16, 17, 59, 60, rows - 1], some_ids(rows, 30)[:40] % rows]))
         for wanted in (ids, np.arange(rows), np.array([rows - 1]), np.array([16])):
-            assert np.array_equal(source.fetch(wanted), blocks.reshape(rows, -1)[wanted])
+            assert np.array_equal(source.fetch(wanted), want[wanted])
 
 
 @pytest.mark.parametrize("profile", ["cpu", "cpu_scalar", *(f"simulated:{name}" for name in sorted(PROFILES))])
@@ -207,7 +214,7 @@ async def test_every_backend(tmp_path: Path, profile: str, lazy: Any, tied: bool
             got = await model.rows(name, ids)
             await asyncio.to_thread(assert_rows, got, path, name, ids)
         if tied:
-            assert tables[TIED] in {"memory", "device-read"}
+            assert tables[TIED] in {"memory", "device-read", "gather"}
             assert len(model[TIED].slices) >= 1
         if lazy == "on":
             assert tables[TABLE] in STRATEGIES
@@ -609,6 +616,204 @@ def test_a_hundred_thousand_random_rows_leave_memory_as_it_was(gemma_path: Path,
     assert result["rows"]["evictions"] > 0
 
 
+# Rows that stay on a device.
+
+
+async def assert_on_device(model: ggufstream.Model, path: Path, name: str, ids: npt.ArrayLike, into: Any = 0) -> None:
+    async with await model.rows(name, ids, into=into) as rows:
+        assert rows.shape == (*np.asarray(ids).shape, model[name].shape[-1])
+        place = rows.slice
+        assert (place.nbytes, place.layout.name, place.extent.type.name) == (rows.nbytes, "raw", "F32")
+        assert place.offset + place.nbytes <= place.chunk.nbytes
+        await asyncio.to_thread(assert_rows, await rows.read(), path, name, ids)
+        statistics = model.statistics()
+        assert (statistics["rows_on_devices"], statistics["rows_on_devices_bytes"]) == (1, place.chunk.nbytes)
+    assert model.statistics()["rows_on_devices"] == 0
+    with pytest.raises(ClosedError, match="freed"):
+        _ = rows.slice
+    with pytest.raises(ClosedError, match="freed"):
+        await rows.read()
+    assert repr(rows).endswith("closed>")
+    await rows.aclose()
+
+
+@contextmanager
+def device_named(name: str) -> Iterator[ggufstream.Backend]:
+    name, _, direct = name.partition("+")
+    with open_backend(
+        name, device="llvmpipe" if name == "vulkan" else None, direct={"direct": True, "staged": False}.get(direct)
+    ) as backend:
+        yield backend
+
+
+DEVICES = ("cpu", "cpu_scalar", "vulkan+direct", "vulkan+staged", *(f"simulated:{name}" for name in sorted(PROFILES)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("lazy", ["on", "off"])
+@pytest.mark.asyncio
+async def test_rows_into_every_device(tmp_path: Path, device: str, lazy: Any) -> None:
+    path = aligned_file(tmp_path, specs("Q5_K"))
+    with device_named(device) as backend:
+        before = backend.statistics()["live_bytes"]
+        async with await ggufstream.load(path, backend=backend, lazy=lazy, row_strategy="auto") as model:
+            loaded = backend.statistics()["live_bytes"]
+            for name in (TABLE, TIED):
+                for ids in (some_ids().reshape(2, -1), [3], 699, np.empty((0, 2), np.int64)):
+                    await assert_on_device(model, path, name, ids)
+            counts = model.statistics()["rows"]
+            assert counts[TIED]["gathered"] == counts[TIED]["rows"] > 0
+            near = model[TABLE].device == 0 or (lazy == "on" and device == "simulated:gb10")
+            assert counts[TABLE]["gathered"] == (counts[TABLE]["rows"] if near else 0)
+            assert backend.statistics()["live_bytes"] == loaded
+            left = await model.rows(TIED, [1, 2, 3], into=backend)
+        assert backend.statistics()["live_bytes"] == before
+        with pytest.raises(ClosedError):
+            await left.read()
+
+
+@pytest.mark.asyncio
+async def test_gathered_rows_never_leave_the_device(tmp_path: Path) -> None:
+    path = model_file(tmp_path)
+    with FaultyBackend(SimulatedBackend("discrete-24g"), fail={}) as backend:
+        async with await ggufstream.load(path, backend=backend) as model:
+            calls, copies = dict(backend.calls), backend.statistics()["copies"]
+            async with await model.rows(TIED, some_ids(), into=0):
+                assert backend.calls["gather"] == 1
+                assert backend.calls["read"] == calls.get("read", 0)
+                assert backend.statistics()["copies"] == copies
+            # And rows for the host come back in one piece, whatever their number.
+            got = await model.rows(TIED, some_ids())
+            assert (backend.calls["gather"], backend.calls["read"]) == (2, calls.get("read", 0) + 1)
+            await asyncio.to_thread(assert_rows, got, path, TIED, some_ids())
+
+
+@pytest.mark.asyncio
+async def test_a_device_with_little_memory_left_gathers_in_several_pieces(tmp_path: Path) -> None:
+    path = model_file(tmp_path)
+    for failing in (1, 2, 3):
+        with SimulatedBackend("discrete-24g") as inner:
+            async with await ggufstream.load(path, backend=(backend := Scarce(inner))) as model:
+                backend.most = 96 * 4 * failing
+                got = await model.rows(TIED, some_ids())
+                await asyncio.to_thread(assert_rows, got, path, TIED, some_ids())
+                backend.most = 1
+                with pytest.raises(OutOfDeviceMemoryError):
+                    await model.rows(TIED, [1])
+
+
+class Scarce(BackendWrapper):
+    """Has no more than ``most`` bytes for one chunk."""
+
+    most = 1 << 60
+
+    def allocate(self, nbytes: int) -> Chunk:
+        if nbytes > self.most:
+            raise OutOfDeviceMemoryError("no memory left", backend="scarce")
+        return super().allocate(nbytes)
+
+
+@pytest.mark.parametrize("name", [TABLE, TIED])
+@pytest.mark.parametrize("device", ["cpu", "simulated:discrete-24g"])
+@pytest.mark.asyncio
+async def test_many_rows_go_into_the_device_in_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, name: str
+) -> None:
+    monkeypatch.setattr(device_rows, "BATCH_BYTES", 4 * 96 * 50)
+    path = model_file(tmp_path)
+    with FaultyBackend(open_backend(device), fail={}) as backend:
+        async with await ggufstream.load(path, backend=backend, lazy="on") as model:
+            uploads = backend.calls["upload"]
+            await assert_on_device(model, path, name, some_ids())
+            batches = -(-some_ids().size // 50)
+            if name == TIED:
+                assert backend.calls["gather"] == batches
+            elif device != "cpu":
+                assert backend.calls["upload"] - uploads == batches
+            assert backend.statistics()["staging_bytes"] == 0
+
+
+@pytest.mark.asyncio
+async def test_rows_into_the_device_where_the_table_is_not(tmp_path: Path) -> None:
+    path = model_file(tmp_path)
+    options = {"overrides": [(TIED, "device:1")], "lazy": "on"}
+    async with await ggufstream.load(path, devices=["simulated", "simulated:igpu-unified"], **options) as model:  # type: ignore[arg-type]
+        assert model[TIED].device == 1
+        for into in (0, 1, *model.backends):
+            await assert_on_device(model, path, TIED, some_ids(), into)
+        counts = model.statistics()["rows"][TIED]
+        assert counts["gathered"] == 2 * some_ids().size
+        assert counts["rows"] == 4 * some_ids().size
+        for into in (2, -1, "simulated", CpuBackend()):
+            with pytest.raises(OptionError, match="no device of this model"):
+                await model.rows(TIED, [1], into=into)
+
+
+@pytest.mark.parametrize("failing", ["allocate", "staging", "upload", "wait", "gather"])
+@pytest.mark.asyncio
+async def test_faults_on_the_way_into_the_device_leave_nothing(tmp_path: Path, failing: str) -> None:
+    path = model_file(tmp_path)
+    with FaultyBackend(SimulatedBackend("discrete-24g"), fail={}) as backend:
+        async with await ggufstream.load(path, backend=backend, lazy="on") as model:
+            live = backend.statistics()["live_bytes"]
+            backend.fail_next(failing)
+            name = TIED if failing == "gather" else TABLE
+            with pytest.raises(DeviceError):
+                await model.rows(name, [1, 2], into=0)
+            with pytest.raises(RowIndexError):
+                await model.rows(name, [ROWS], into=0)
+            statistics = model.statistics()
+            assert (statistics["rows_on_devices"], statistics["running"]) == (0, 0)
+            assert (backend.statistics()["live_bytes"], backend.statistics()["staging_bytes"]) == (live, 0)
+            await assert_on_device(model, path, name, [1, 2])
+
+
+@pytest.mark.asyncio
+async def test_cancelling_rows_into_a_device_frees_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_rows, "BATCH_BYTES", 4 * 96 * 10)
+    path = model_file(tmp_path)
+    with SimulatedBackend("discrete-24g") as inner, SlowBackend(inner) as backend:
+        backend.finish()
+        async with await ggufstream.load(path, backend=backend, lazy="on") as model:
+            live, uploads = backend.statistics()["live_bytes"], backend.started
+            slow = SlowBackend(inner)
+            monkeypatch.setattr(backend, "upload", slow.upload)
+            task = asyncio.create_task(model.rows(TABLE, some_ids(), into=0))
+            await asyncio.to_thread(slow.wait_started, 1)
+            task.cancel()
+            await asyncio.sleep(0)
+            assert not task.done()
+            slow.finish()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert slow.started == 1
+            assert backend.started == uploads
+            assert (backend.statistics()["live_bytes"], backend.statistics()["staging_bytes"]) == (live, 0)
+            assert model.statistics()["rows_on_devices"] == 0
+
+
+@pytest.mark.parametrize("strategy", ["auto", "mapped", "pread", "direct"])
+@pytest.mark.asyncio
+async def test_device_read_of_a_table_in_the_file(tmp_path: Path, strategy: Any) -> None:
+    path = aligned_file(tmp_path, specs("Q8_0", 5000, 21))
+    make_cold(path)
+    async with await ggufstream.load(path, backend="simulated:gb10", lazy="on", row_strategy=strategy) as model:
+        before = cached_pages(path, model.index.tensor(TABLE))
+        await (await model.rows(TABLE, some_ids(5000, 40), into=0)).aclose()
+        assert cached_pages(path, model.index.tensor(TABLE)) <= before
+        await assert_on_device(model, path, TABLE, some_ids(5000, 40))
+        (report,) = (row for row in model.report.rows if row.tensor == TABLE)
+        device_reads = strategy in {"auto", "mapped"}
+        assert ("for rows that stay on a device" in report.reason) == device_reads
+        counts = model.statistics()["rows"][TABLE]
+        assert (counts["gathered"] > 0) == device_reads
+        assert counts["bytes_read"] < 5000 * 714 // 2
+        os.utime(path, ns=(1, 1))
+        with pytest.raises(FileChangedError):
+            await model.rows(TABLE, [4], into=0)
+        assert model.statistics()["rows_on_devices"] == 0
+
+
 # The row cache.
 
 
@@ -708,7 +913,7 @@ class Gated(RowSource):
     """A source that waits to be let through, and remembers what it was asked for."""
 
     def __init__(self, source: RowSource, wait: Callable[[], None]) -> None:
-        super().__init__()
+        super().__init__(source.type)
         self.strategy, self.reason = source.strategy, source.reason
         self.asked: list[Ids] = []
         self.finished = 0
@@ -878,9 +1083,9 @@ async def main(path, strategy, backend, name):
         tensor = model.index.tensor(name)
         kept = await model.rows(name, [1])
         os.truncate(path, tensor.offset + tensor.nbytes // 2)
-        for ids in ([tensor.rows - 1], [0, tensor.rows - 1], list(range(0, tensor.rows, 3))):
+        for ids, into in ((([tensor.rows - 1]), None), ([0, tensor.rows - 1], 0), (list(range(0, tensor.rows, 3)), None)):
             try:
-                await model.rows(name, ids)
+                await model.rows(name, ids, into=into)
             except TruncatedFileError as error:
                 assert error.tensor == name and error.available == os.stat(path).st_size, error
             else:
@@ -901,7 +1106,11 @@ asyncio.run(main(*sys.argv[1:]))
 
 @pytest.mark.parametrize(
     ("strategy", "backend", "name"),
-    [*((strategy, "cpu", TABLE) for strategy in STRATEGIES), ("pread", "simulated:metal-alias", TIED)],
+    [
+        *((strategy, "cpu", TABLE) for strategy in STRATEGIES),
+        ("pread", "simulated:metal-alias", TIED),
+        ("mapped", "simulated:gb10", TABLE),
+    ],
 )
 def test_a_file_that_is_cut_is_an_error_and_no_signal(tmp_path: Path, strategy: str, backend: str, name: str) -> None:
     path = aligned_file(tmp_path, specs("Q8_0", 5000, 21), 16384)

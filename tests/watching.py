@@ -1,0 +1,55 @@
+"""Looks at what a load leaves behind, and holds its threads where a test wants them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ggufstream.backends.base import Backend
+
+__all__ = ["Gate", "nothing_is_left", "traces_of"]
+
+
+def traces_of(path: Path) -> tuple[list[str], list[str]]:
+    """Open descriptors and mappings of the file in this process."""
+    descriptors = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+        if target == str(path):
+            descriptors.append(name)
+    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path))]
+    return descriptors, maps
+
+
+@contextmanager
+def nothing_is_left(path: Path, backend: Backend) -> Iterator[None]:
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    assert traces_of(path) == ([], [])
+    assert len(os.listdir("/proc/self/fd")) == before
+    statistics = backend.statistics()
+    assert (statistics["live_bytes"], statistics["live_chunks"], statistics["staging_bytes"]) == (0, 0, 0)
+
+
+class Gate:
+    """Holds the n-th call of a function in its thread until the test lets it go on."""
+
+    def __init__(self, function: Callable[..., Any], nth: int = 1) -> None:
+        self.entered = threading.Event()
+        self.go_on = threading.Event()
+        self._function = function
+        self._calls = iter(range(1, 1 << 30))
+        self._nth = nth
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        if next(self._calls) == self._nth:
+            self.entered.set()
+            assert self.go_on.wait(10)
+        return self._function(*arguments, **options)
