@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ggufstream.errors import printable
-from ggufstream.sinks import human_bytes, human_rate
+from ggufstream.facts import IO, UPLOAD, by_reason, human_seconds, report_facts, some, target, words
+from ggufstream.layer_rows import layer_rows, plan_rows
+from ggufstream.sinks import human_bytes
 from ggufstream.terminal import write_out
 
 __all__ = ["show_devices", "show_inspect", "show_plan", "show_report", "show_verify"]
@@ -31,8 +32,6 @@ _PANEL_WIDTH = 100
 _NAME_WIDTH = 32
 """Columns that a name keeps, as far as it is so long; other columns go first."""
 _REASON_WIDTH = 40
-_MAX_RANGES = 3
-_BLOCK = re.compile(r"(.*?\bblk\.)(\d+)(\..+)")
 _GROUPED = Text("Bytes are sums over the tensors of a row; --all shows each.", "dim")
 
 
@@ -156,42 +155,6 @@ def _tensor_table(
     return table, len(shown) == len(columns)
 
 
-def _rows(
-    tensors: Sequence[Mapping[str, Any]], *, grouped: bool, alike: Sequence[str], total: Sequence[str]
-) -> list[dict[str, Any]]:
-    """Tensors with printable names; where ``grouped``, those of several blocks that are ``alike`` as one.
-
-    That is named ``blk.0–29.attn_q.weight ×30``, and its numbers of ``total`` are sums.
-    """
-    groups: dict[tuple[object, ...], list[tuple[int, Mapping[str, Any]]]] = {}
-    for position, tensor in enumerate(tensors):
-        match = _BLOCK.fullmatch(tensor["name"]) if grouped else None
-        same = (match[1], match[3], *(str(tensor[key]) for key in alike)) if match else (position,)
-        groups.setdefault(same, []).append((int(match[2]) if match else 0, tensor))
-    result = []
-    for same, members in groups.items():
-        row = dict(members[0][1])
-        if len(members) > 1:
-            row["name"] = f"{same[0]}{_ranges([number for number, _ in members])}{same[1]} ×{len(members)}"
-            row |= {key: sum(tensor[key] for _, tensor in members) for key in total}
-        row["name"] = printable(row["name"])
-        result.append(row)
-    return result
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """``0–2,5`` for 0, 1, 2 and 5; ``0…17`` for many with gaps."""
-    found: list[list[int]] = []
-    for number in sorted(numbers):
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    if len(found) > _MAX_RANGES:
-        return f"{found[0][0]}…{found[-1][1]}"
-    return ",".join(str(first) if first == last else f"{first}–{last}" for first, last in found)
-
-
 def _table(*columns: str, right: Iterable[str] = (), title: str | None = None) -> Table:
     """A table whose first column alone gives way on a narrow terminal; and the reasons, which are long."""
     table = Table(box=None, padding=(0, 2, 0, 0), title=title, title_justify="left", title_style="bold")
@@ -212,10 +175,6 @@ def _facts() -> Table:
 
 def _shape(shape: Sequence[int]) -> str:
     return "×".join(map(str, shape)) if shape else "scalar"
-
-
-def _seconds(value: float) -> str:
-    return f"{value * 1000:.3g} ms" if value < 0.9995 else f"{value:.2f} s"
 
 
 def _value(value: Any) -> str:
@@ -248,7 +207,7 @@ def show_inspect(found: Mapping[str, Any], *, every_row: bool = False) -> None:
     for key, value in found["metadata"].items():
         metadata.add_row(printable(key), Text(_value(value), no_wrap=True, overflow="ellipsis"))
     grouped = console.is_terminal and not every_row
-    rows = _rows(found["tensors"], grouped=grouped, alike=("type", "shape"), total=("bytes",))
+    rows = layer_rows(found["tensors"], grouped=grouped, alike=("type", "shape"), total=("bytes",))
     columns = [
         _Column("type", lambda t: str(t["type"])),
         _Column("shape", lambda t: _shape(t["shape"]), rank=2, right=True),
@@ -281,12 +240,7 @@ def _model(found: Mapping[str, Any]) -> str:
 
 def show_plan(found: Mapping[str, Any], *, every_row: bool = False) -> None:
     console = _Output()
-    rows = _rows(
-        found["tensors"],
-        grouped=console.is_terminal and not every_row,
-        alike=("type", "shape", "intent", "layout", "placement", "arena", "slices", "reason"),
-        total=("file_bytes", "device_bytes", "host_bytes"),
-    )
+    rows = plan_rows(found["tensors"], grouped=console.is_terminal and not every_row)
     columns = [
         _Column("type", lambda t: str(t["type"])),
         _Column("shape", lambda t: _shape(t["shape"]), rank=5, right=True),
@@ -306,7 +260,7 @@ def show_plan(found: Mapping[str, Any], *, every_row: bool = False) -> None:
     console.show()
     if not complete:
         reasons = _table("tensors", "reason", right=("tensors",))
-        for reason, names in _by_reason({"tensor": t["name"], "reason": t["reason"]} for t in found["tensors"]).items():
+        for reason, names in by_reason({"tensor": t["name"], "reason": t["reason"]} for t in found["tensors"]).items():
             reasons.add_row(str(len(names)), reason)
         console.show(reasons)
         console.show()
@@ -319,8 +273,8 @@ def show_plan(found: Mapping[str, Any], *, every_row: bool = False) -> None:
     if arenas.row_count:
         console.show(arenas)
         console.show()
-    for reason, names in _by_reason(found["fallbacks"]).items():
-        console.show(Text(f"fallback: {len(names)} × {reason}: {_some(names)}", "yellow"))
+    for reason, names in by_reason(found["fallbacks"]).items():
+        console.show(Text(f"fallback: {len(names)} × {reason}: {some(names)}", "yellow"))
     for warning in found["warnings"]:
         console.show(Text(f"warning: {printable(warning)}", "yellow"))
     if found["skipped"]:
@@ -343,60 +297,18 @@ def _fits(device: Mapping[str, Any]) -> Text:
     return Text(f"does not fit: {planned} planned, but only {human_bytes(budget)} to give on {name}", "bold red")
 
 
-def _by_reason(fallbacks: Iterable[Mapping[str, str]]) -> dict[str, list[str]]:
-    grouped: dict[str, list[str]] = {}
-    for fallback in fallbacks:
-        grouped.setdefault(printable(fallback["reason"]), []).append(printable(fallback["tensor"]))
-    return grouped
-
-
-def _some(names: Sequence[str], limit: int = 3) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
-
-
 def show_report(report: Mapping[str, Any]) -> None:
     console = _Output()
-    r = report
-    seconds, rss, cache, lag = r["seconds"], r["rss"], r["page_cache_bytes"], r["event_loop_lag_ms"]
     facts = _facts()
-    facts.add_row("loaded", f"{r['tensors']} tensors, {human_bytes(r['tensor_bytes'])} → {_target(r)}")
-    if r["backend_reason"] not in ("asked for", "given"):
-        facts.add_row("backend", printable(f"{r['backend']}: {r['backend_reason']}"))
-    moved = f": {human_bytes(r['streamed_bytes'])} in {_seconds(seconds['stream'])}"
-    facts.add_row("speed", Text.assemble((human_rate(r["bytes_per_second"]), "bold green"), moved))
-    facts.add_row("io", f"{_words(r['io'], _IO)}: {printable(r['io_reason'])}")
-    workers = f"{r['workers']} worker thread{'s' if r['workers'] != 1 else ''}"
-    facts.add_row("upload", f"{_words(r['upload'], _UPLOAD)}, {workers}")
-    steps = ("header", "open", "plan", "stream", "total")
-    facts.add_row("time", _Parts(f"{name} {_seconds(seconds[name])}" for name in steps if name in seconds))
-    if r["first_layer_seconds"] is not None:
-        facts.add_row("", f"first layer ready after {_seconds(r['first_layer_seconds'])}")
-    facts.add_row("placed", _totals(r["placements"]))
-    facts.add_row("layouts", _totals(r["layouts"]))
-    facts.add_row("arenas", "\n".join(_arena(arena) for arena in r["arenas"] if arena["planned_bytes"]) or "none")
-    facts.add_row("RSS", _Parts(f"{human_bytes(rss[when])} {when}" for when in ("before", "peak", "after")))
-    if r["staging_peak_bytes"]:
-        facts.add_row("staging", f"{human_bytes(r['staging_peak_bytes'])} used of {human_bytes(r['staging_bytes'])}")
-    held = [f"{r['page_cache']}: {_known(cache['before'])} before", f"{_known(cache['after'])} after"]
-    if r["released_bytes"]:
-        held.append(f"{human_bytes(r['released_bytes'])} unmapped or evicted")
-    facts.add_row("page cache", _Parts(held))
-    facts.add_row("event loop", f"late by {lag['max']:.1f} ms at most, p99 {lag['p99']:.1f} ms")
-    for reason, names in _by_reason(r["fallbacks"]).items():
-        facts.add_row(Text("fallback", "yellow"), f"{len(names)} × {reason}: {_some(names)}")
-    for warning in r["warnings"]:
-        facts.add_row(Text("warning", "yellow"), printable(warning))
-    _panel(console, facts, os.path.basename(r["file"]))
-
-
-_IO = {"direct": "direct (O_DIRECT, past the page cache)"}
-_UPLOAD = {"direct": "in place", "alias": "none (the device reads the file's own pages)"}
-
-
-def _words(names: str, words: Mapping[str, str]) -> str:
-    """``a+b`` as people read it."""
-    return " + ".join(words.get(name, printable(name)) for name in names.split("+"))
+    for label, parts, is_warning in report_facts(report):
+        value: RenderableType = _Parts(parts)
+        if label == "speed":
+            rate, moved = parts
+            value = Text.assemble((rate, "bold green"), f": {moved}")
+        elif len(parts) == 1:
+            value = parts[0]
+        facts.add_row(Text(label, "yellow") if is_warning else label, value)
+    _panel(console, facts, os.path.basename(report["file"]))
 
 
 def _panel(console: _Output, body: Table, title: str | Text) -> None:
@@ -410,42 +322,17 @@ def _panel(console: _Output, body: Table, title: str | Text) -> None:
     console.show(Panel(body, title=name, title_align="left", box=box.ROUNDED, border_style="dim", width=width))
 
 
-def _target(result: Mapping[str, Any]) -> str:
-    backend, device = printable(result["backend"]), printable(result["device"])
-    return f"{backend}: {device}"
-
-
-def _totals(totals: Mapping[str, Mapping[str, int]]) -> _Parts:
-    parts = [
-        f"{name} {t['tensors']} tensor{'s' if t['tensors'] != 1 else ''} {human_bytes(t['bytes'])}"
-        for name, t in totals.items()
-        if t["tensors"]
-    ]
-    return _Parts(parts or ["nothing"])
-
-
-def _arena(arena: Mapping[str, Any]) -> str:
-    used, planned, chunks = arena["used_bytes"], arena["planned_bytes"], arena["chunks"]
-    agrees = "as planned" if used == planned else f"{human_bytes(planned)} planned"
-    allocated = f"{human_bytes(arena['allocated_bytes'])} allocated in {chunks} chunk{'s' if chunks != 1 else ''}"
-    return f"{printable(arena['name'])}: {human_bytes(used)} used {agrees}, {allocated}"
-
-
-def _known(n: int | None) -> str:
-    return "unknown" if n is None else human_bytes(n)
-
-
 def show_verify(result: Mapping[str, Any]) -> None:
     console = _Output()
     differing = result["differing"]
     facts = _facts()
-    facts.add_row("loaded", f"→ {_target(result)}")
-    facts.add_row("io", _words(result["io"], _IO))
-    facts.add_row("upload", _words(result["upload"], _UPLOAD))
+    facts.add_row("loaded", f"→ {target(result)}")
+    facts.add_row("io", words(result["io"], IO))
+    facts.add_row("upload", words(result["upload"], UPLOAD))
     facts.add_row("compared", f"{result['tensors']} tensors, {human_bytes(result['bytes'])}, byte for byte")
     error = f"off by {result['largest_product_error']:.1e} of the largest value at most"
     facts.add_row("multiplied", f"{result['products']} weights, {error}" if result["products"] else "nothing")
-    facts.add_row("time", _seconds(result["seconds"]))
+    facts.add_row("time", human_seconds(result["seconds"]))
     if not differing:
         facts.add_row("result", Text("the model is what the file has", "bold green"))
     for found in differing:
