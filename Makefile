@@ -65,12 +65,13 @@ clean: ## remove what make has made, the models excepted
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
-# Vulkan on the processor (Mesa's llvmpipe), the loader, the validation layer, and the shader compiler.
+# Vulkan on the processor (Mesa's llvmpipe), the loader, the validation layer, the shader compiler; a browser for pages.
 system:
 	@$(call need,libvulkan1 mesa-vulkan-drivers vulkan-validationlayers vulkan-tools glslc, \
 		command -v glslc && command -v vulkaninfo \
 		&& ls /usr/share/vulkan/icd.d/lvp_icd*.json \
 		&& ls /usr/share/vulkan/explicit_layer.d/VkLayer_khronos_validation.json)
+	@$(call need,chromium,command -v chromium)
 
 $(BIN)/python:
 	@$(call need,python3-venv,$(PYTHON) -c 'import ensurepip; import venv')
@@ -83,8 +84,8 @@ $(BIN)/python:
 # The list of modules: an editable install in strict mode links each file from build/, so a new file needs a new install,
 # and so does a build/ that somebody has removed.
 $(VENV)/.modules: always $(BIN)/python
-	@{ find pipeline backends -name '*.py' -o -path '*/shaders/*'; } | sort | cmp -s - $@ \
-		|| { find pipeline backends -name '*.py' -o -path '*/shaders/*'; } | sort >$@
+	@{ find pipeline backends -name '*.py' -o -name '*.html' -o -path '*/shaders/*'; } | sort | cmp -s - $@ \
+		|| { find pipeline backends -name '*.py' -o -name '*.html' -o -path '*/shaders/*'; } | sort >$@
 	@$(BIN)/python -c 'import ggufstream.cli' 2>/dev/null || touch $@
 
 $(VENV)/.installed: pyproject.toml $(VENV)/.modules

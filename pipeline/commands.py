@@ -6,13 +6,13 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
-from ggufstream.errors import OptionError
+from ggufstream.errors import FileError, OptionError
 from ggufstream.options import (
     ENVIRONMENT,
     Intent,
@@ -25,7 +25,15 @@ from ggufstream.options import (
     UploadMode,
     parse_bytes,
 )
-from ggufstream.terminal import LogFormat, configure_logging, progress_bar, run_interruptible, write_json, write_out
+from ggufstream.terminal import (
+    LogFormat,
+    OutputError,
+    configure_logging,
+    progress_bar,
+    run_interruptible,
+    write_json,
+    write_out,
+)
 
 if TYPE_CHECKING:
     from ggufstream.events import EventSink
@@ -350,17 +358,65 @@ async def _plan(file: str, options: LoadOptions, several: Sequence[str]) -> dict
     return await in_thread(work)
 
 
+_trace = click.option(
+    "--trace",
+    metavar="FILE",
+    help="Write what happened when, for `ggufstream report` or ui.perfetto.dev; also of a load that fails.",
+)
+
+
+def _spare(source: str, path: str, flag: str) -> None:
+    """Refuse to write over what is read."""
+    if os.path.exists(path) and os.path.exists(source) and os.path.samefile(path, source):
+        raise OptionError(f"{flag} {path} is the file that is read", remedy="Name another file")
+
+
+@asynccontextmanager
+async def _traced(path: str | None, file: str) -> AsyncIterator[list[EventSink]]:
+    """Sinks for a load of ``file``. What they have seen is written to ``path``, however the load ends."""
+    if path is None:
+        yield []
+        return
+    _spare(file, path, "--trace")
+    import anyio
+
+    from ggufstream.timeline import Timeline
+    from ggufstream.trace_file import write_trace
+
+    timeline = Timeline()
+
+    async def write() -> None:
+        try:
+            with anyio.CancelScope(shield=True):
+                await write_trace(timeline, path)
+        except OSError as error:
+            raise OutputError(error) from None
+
+    await write()  # an empty one: that it cannot be written should not come out after minutes
+    try:
+        yield [timeline]
+    except BaseException:
+        with suppress(OutputError):  # what went wrong with the load says more
+            await write()
+        raise
+    await write()
+
+
 @commands.command(short_help="Load, print the report, free.")
 @click.argument("file")
+@_trace
 @_loading
-def load(file: str, *, as_json: bool, log_format: LogFormat, **given: Any) -> None:
+def load(file: str, *, trace: str | None, as_json: bool, log_format: LogFormat, **given: Any) -> None:
     """Load FILE onto a device, print the report, and free everything."""
     options, several = _settle(log_format=log_format, **given)
     from ggufstream.loader import load as load_model
 
     async def work() -> dict[str, Any]:
         with progress_bar(log_format) as bar:
-            async with await load_model(file, devices=several, options=options, sinks=[bar]) as model:
+            async with (
+                _traced(trace, file) as sinks,
+                await load_model(file, devices=several, options=options, sinks=[bar, *sinks]) as model,
+            ):
                 return model.report.to_dict()
 
     report = run_interruptible(work)
@@ -374,8 +430,9 @@ def load(file: str, *, as_json: bool, log_format: LogFormat, **given: Any) -> No
 
 @commands.command(short_help="Load, and compare every byte with the file.")
 @click.argument("file")
+@_trace
 @_loading
-def verify(file: str, *, as_json: bool, log_format: LogFormat, **given: Any) -> int:
+def verify(file: str, *, trace: str | None, as_json: bool, log_format: LogFormat, **given: Any) -> int:
     """Load FILE and check what arrived.
 
     Every tensor is read back and compared with the file, byte for byte, and its products with the reference. Exit
@@ -387,7 +444,10 @@ def verify(file: str, *, as_json: bool, log_format: LogFormat, **given: Any) -> 
 
     async def work() -> dict[str, Any]:
         with progress_bar(log_format) as bar:
-            async with await load_model(file, devices=several, options=options, sinks=[bar]) as model:
+            async with (
+                _traced(trace, file) as sinks,
+                await load_model(file, devices=several, options=options, sinks=[bar, *sinks]) as model,
+            ):
                 found = await verify_model(model, on_tensor=_verify_progress(model, bar))
                 report = model.report
             place = {"backend": report.backend, "device": report.device, "io": report.io, "upload": report.upload}
@@ -433,6 +493,31 @@ def _verify_progress(model: Model, sink: EventSink) -> Callable[[str], None]:
             sink(LoadFinished(load_id=load_id, report={}))
 
     return on_tensor
+
+
+@commands.command(short_help="Make a page of a trace.")
+@click.argument("trace")
+@click.option("-o", "--output", metavar="FILE", help="The page; default: beside the trace, with the ending .html.")
+@_shared
+def report(trace: str, *, output: str | None, as_json: bool, log_format: LogFormat, verbose: int) -> None:
+    """Make one self-contained HTML page of TRACE, which `load --trace` has written: a picture of the load, what bounds
+    it, its figures and its plan.
+    """
+    from ggufstream.report_page import write_page
+
+    configure_logging(log_format, verbose)
+    path = f"{os.path.splitext(trace)[0]}.html" if output is None else output
+    _spare(trace, path, "--output")
+    try:
+        nbytes = run_interruptible(lambda: write_page(trace, path))
+    except FileError:
+        raise
+    except OSError as error:
+        raise OutputError(error) from None
+    if as_json:
+        write_json({"trace": trace, "page": path, "bytes": nbytes})
+        return
+    write_out(f"{path}\n")
 
 
 @commands.command(short_help="Show rows of a lookup table.")

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 from typing import Any
+
+from ggufstream.errors import OptionError
+from ggufstream.timeline import Timeline
 
 __all__ = ["ArenaReport", "FallbackReport", "LoadReport", "PlacementReport", "RowsReport"]
 
@@ -91,8 +95,25 @@ class LoadReport:
     warnings: tuple[str, ...]
     rows: tuple[RowsReport, ...] = ()
     """Of each lookup table."""
+    timeline: Timeline | None = field(default=None, repr=False, compare=False)
+    """What happened when; not part of ``to_dict()``."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers."""
-        plain: dict[str, Any] = dataclasses.asdict(self)
+        plain: dict[str, Any] = dataclasses.asdict(dataclasses.replace(self, timeline=None))
+        del plain["timeline"]
         return plain
+
+    async def write_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write what happened when as a Perfetto trace, for https://ui.perfetto.dev and ``ggufstream report``.
+
+        Raises:
+            MissingPackageError: The package ``perfetto`` is not installed.
+            OSError: The file cannot be written.
+            OptionError: This report was made without a timeline.
+        """
+        from ggufstream.trace_file import write_trace  # only who writes one needs the package
+
+        if self.timeline is None:
+            raise OptionError("this report was made without a timeline")
+        await write_trace(self.timeline, path)

@@ -134,6 +134,7 @@ class StructlogSink:
 
     def _planned(self, event: Planned) -> None:
         fields = _fields(event) | {"fallbacks": len(event.fallbacks), "arenas": dict(event.arenas)}
+        del fields["plan"]
         self._log.info("planned", **fields)
         by_reason: dict[str, list[str]] = {}
         for tensor, reason in event.fallbacks:

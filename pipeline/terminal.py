@@ -106,7 +106,8 @@ class OutputError(Exception):
     """Standard output takes no more: a full disk, for example."""
 
     def __init__(self, error: OSError) -> None:
-        super().__init__(f"cannot write the output: {error.strerror}")
+        where = "the output" if error.filename is None else printable(error.filename)
+        super().__init__(f"cannot write {where}: {error.strerror}")
 
 
 def write_out(text: str) -> None:

@@ -46,6 +46,14 @@ REPORT: dict[str, Any] = {
 }
 
 
+class _NoPlan:
+    def to_dict(self) -> dict[str, Any]:
+        return {}
+
+
+NO_PLAN = _NoPlan()
+
+
 def whole_load(end: Event | None = None, *, file: str = "m.gguf", fallbacks: Any = ()) -> list[Event]:
     """The events of a load of two tensors."""
     planned = Planned(
@@ -60,6 +68,7 @@ def whole_load(end: Event | None = None, *, file: str = "m.gguf", fallbacks: Any
         arenas={"device": 64},
         fallbacks=fallbacks,
         seconds=0.01,
+        plan=NO_PLAN,
     )
     header = HeaderRead(load_id="a1", file=file, shards=1, tensors=2, tensor_bytes=100, seconds=0.1, warnings=("odd",))
     return [
