@@ -139,6 +139,11 @@ class _Usage:
             return 0.0
         return (stage.busy / self.workers if name in _DOING else stage.covered) / self.seconds
 
+    def speed(self, name: str) -> float:
+        """Bytes a second while a stage is busy: of one worker, or of all that is in flight."""
+        stage = self.stages[name]
+        return stage.nbytes / ((stage.busy if name in _DOING else stage.covered) or 1e-9)
+
 
 def _usage(trace: Trace, phases: Sequence[Slice], report: Mapping[str, Any] | None) -> _Usage:
     by_stage: dict[str, list[Slice]] = defaultdict(list)

@@ -29,7 +29,9 @@ PHASES: tuple[PhaseName, ...] = get_args(PhaseName)
 
 
 class Phase(NamedTuple):
-    """A part of a load, as in ``LoadReport.seconds``; both ends on ``time.perf_counter``."""
+    """A part of a load, as in ``LoadReport.seconds``; both ends on ``time.perf_counter``. ``open`` is all between the
+    header and the plan until there is one, and ``close`` what follows the last step.
+    """
 
     name: PhaseName
     started: float

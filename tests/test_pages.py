@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import itertools
 import mmap
@@ -173,6 +174,45 @@ def test_missing_runs(cached: list[bool], data: st.DataObject) -> None:
     runs = list(seen.missing(first, last))
     assert all(start < stop for start, stop in runs)
     assert all(one[1] < two[0] for one, two in itertools.pairwise(runs)), "neighbours are one run"
+
+
+@pytest.mark.parametrize("wanted", [[], [0, 1, 5, 40, 41, 42, 100], range(101)])
+def test_cachestat_and_mincore_agree(descriptor: int, folder: Path, wanted: list[int]) -> None:
+    warm(folder / "file", wanted)
+    pages._libc.syscall(451, -1, None, None, 0)
+    known = ctypes.get_errno() != errno.ENOSYS  # Linux 6.5
+    assert pages.cached_bytes(descriptor) == (len(wanted) * PAGE if known else None)
+    assert np.count_nonzero(Residency(descriptor, SIZE).pages) == len(wanted)
+
+
+def test_no_cachestat(descriptor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pages.cached_bytes(-1) is None
+    look = pages.CacheLook([descriptor, -1])
+    look.refresh()
+    assert look.nbytes is None
+    monkeypatch.setattr(pages, "_CACHESTAT", 100_000)
+    assert pages.cached_bytes(descriptor) is None
+
+
+def test_looks_take_a_fiftieth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, found = 0.0, itertools.count(1)
+
+    def look_for_two_seconds(_: int) -> int:
+        nonlocal now
+        now += 2
+        return next(found)
+
+    monkeypatch.setattr(pages.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(pages, "cached_bytes", look_for_two_seconds)
+    look = pages.CacheLook([3, 4])
+    looks = []
+    for _ in range(1000):
+        look.refresh()
+        looks.append(look.nbytes)
+        now += 1
+    assert looks[0] == 3
+    assert len(set(looks)) == 5
+    assert look.nbytes == 9 + 10
 
 
 def test_evict_drops_these_pages_only(descriptor: int, folder: Path) -> None:

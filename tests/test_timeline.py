@@ -227,7 +227,8 @@ def check_counters(written: Written, seen: Seen) -> None:
     assert samples
     for name, (attribute, unit) in COUNTERS.items():
         scale = 1_000_000_000 if unit == "seconds" else 1
-        expected = [(nano(sample.at), round(getattr(sample, attribute) * scale)) for sample in samples]
+        values = [(nano(sample.at), getattr(sample, attribute)) for sample in samples]
+        expected = [(at, round(value * scale)) for at, value in values if value is not None]
         assert written.counters[name] == expected, name
     units = perfetto_trace_pb2.CounterDescriptor.Unit
     assert written.units["RSS"] == units.UNIT_SIZE_BYTES
