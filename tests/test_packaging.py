@@ -60,7 +60,7 @@ def test_wheel_has_every_module_and_the_package_data(wheel: Path) -> None:
         if path.parent.name != "shaders"
     }
     expected |= {f"ggufstream/backends/{p.relative_to(ROOT / 'backends')}" for p in ROOT.glob("backends/**/*.spv")}
-    expected.add("ggufstream/py.typed")
+    expected |= {"ggufstream/py.typed", "ggufstream/report_page.html"}
     assert [name for name in expected if name.endswith(".spv")]
     assert expected - names == set()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"ggufstream"}
