@@ -164,7 +164,7 @@ def _usage(trace: Trace, phases: Sequence[Slice], report: Mapping[str, Any] | No
     streamed = [phase.ended - phase.started for phase in phases if phase.name == "stream"]
     threads = sum(name.startswith("worker ") for name in trace.tracks)
     return _Usage(
-        seconds=max(streamed, default=0.0) or 1e-9,
+        seconds=max(streamed, default=0.0) or trace.ended or 1e-9,
         workers=report["workers"] if report else max(1, threads),
         nbytes=sum(sizes.values()),
         ranges=len(sizes),

@@ -40,6 +40,8 @@ _T = TypeVar("_T")
 VERSION = 1
 """Of what the load's own slice carries."""
 
+_FIRST = b"\n"
+"""Every trace begins with it: the tag of a packet."""
 _NANO = 1_000_000_000
 _SEQUENCE = 1
 _STEPS = 100
@@ -102,7 +104,9 @@ async def read_trace(path: str | os.PathLike[str]) -> Trace:
     """
     try:
         async with aiofiles.open(path, "rb") as file:
-            data = await file.read()
+            data = await file.read(1)
+            if data == _FIRST:  # a model that is given by mistake may be larger than memory
+                data += await file.read()
     except FileNotFoundError:
         raise MissingFileError("no such file", file=path) from None
     except OSError as error:
@@ -207,7 +211,7 @@ class _Writer:
 
 
 def encode(timeline: Timeline) -> bytes:
-    """The trace of a timeline. Blocks, for 20,000 ranges about two seconds.
+    """The trace of a timeline. Blocks, for 20,000 ranges a few seconds.
 
     Raises:
         MissingPackageError: The package ``perfetto`` is not installed.
