@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -31,17 +31,39 @@ _IQ4 = np.array(
 )
 """The sixteen levels of IQ4_NL and IQ4_XS."""
 
+_ONE = np.float32(1)
+
 _E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 """Twice the values of the four-bit float E2M1 (OCP Microscaling Formats 1.0); the scales carry the other half."""
 
 
-def decode(ggml_type: GGMLType, blocks: Bytes) -> _Floats:
+class _Parts(NamedTuple):
+    """What the elements of some blocks are made of: ``scale * values + offset``, in this order and in float32."""
+
+    scale: _Floats
+    """Shape ``(n, g)``: one for each of ``g`` equal groups of the elements."""
+    values: _Floats
+    """Shape ``(n, elements)``."""
+    offset: _Floats | None = None
+    """As ``scale``."""
+
+    def write(self, out: _Floats) -> None:
+        n, groups = self.scale.shape
+        size = self.values.shape[1] // groups
+        grouped = out.reshape(n, groups, size)
+        np.multiply(self.scale[:, :, None], self.values.reshape(n, groups, size), out=grouped)
+        if self.offset is not None:
+            np.add(grouped, self.offset[:, :, None], out=grouped)
+
+
+def decode(ggml_type: GGMLType, blocks: Bytes, out: _Floats | None = None) -> _Floats:
     """Decode whole blocks of one type into float32.
 
     Args:
         ggml_type: One of :data:`DECODABLE`.
         blocks: File bytes, a multiple of ``ggml_type.block_bytes``. The result takes four bytes an element and the
             work about as much again, so the caller passes pieces of a few MiB.
+        out: Where the elements go, shape ``(n,)`` and contiguous; ``None``: into new memory.
 
     Returns:
         All elements in file order, shape ``(n,)``.
@@ -50,7 +72,7 @@ def decode(ggml_type: GGMLType, blocks: Bytes) -> _Floats:
         UnsupportedByDeviceError: There is no decoder for this type.
     """
     if ggml_type.name in _WIDENED:
-        wide = np.empty(blocks.size // ggml_type.block_bytes, np.float32)
+        wide = np.empty(blocks.size // ggml_type.block_bytes, np.float32) if out is None else out
         _WIDEN.pack(
             Extent(type=ggml_type, rows=1, row_blocks=wide.size),
             blocks,
@@ -66,7 +88,11 @@ def decode(ggml_type: GGMLType, blocks: Bytes) -> _Floats:
         )
     # Random bytes make infinite and NaN scales; their products are what ggml gives, and worth no warning.
     with np.errstate(invalid="ignore", over="ignore"):
-        return decoder(blocks.view(ggml_type.block_dtype)).reshape(-1)
+        parts = decoder(blocks.view(ggml_type.block_dtype))
+        if out is None:
+            out = parts.values.reshape(-1)  # in place
+        parts.write(out)
+        return out
 
 
 # Access to fields. Every function below sees ``n`` blocks and works on arrays of shape ``(n, …)``.
@@ -97,22 +123,6 @@ def _bit_fields(packed: npt.NDArray[np.uint8], width: int, run: int) -> npt.NDAr
     return values.reshape(n, size * fields)
 
 
-def _scaled(scale: _Floats, values: _Floats) -> _Floats:
-    """``values`` in groups of equal length, each times its scale: shapes ``(n, g)`` and ``(n, e)``."""
-    n, groups = scale.shape
-    grouped = values.reshape(n, groups, values.shape[1] // groups)
-    np.multiply(scale[:, :, None], grouped, out=grouped)
-    return values
-
-
-def _offset(values: _Floats, offset: _Floats) -> _Floats:
-    """``values`` in groups, each plus its offset; in place."""
-    n, groups = offset.shape
-    grouped = values.reshape(n, groups, values.shape[1] // groups)
-    np.add(grouped, offset[:, :, None], out=grouped)
-    return values
-
-
 def _floats(codes: npt.NDArray[np.integer[Any]], minus: int = 0) -> _Floats:
     values = codes.astype(np.float32)
     if minus:
@@ -123,43 +133,42 @@ def _floats(codes: npt.NDArray[np.integer[Any]], minus: int = 0) -> _Floats:
 # Blocks of 32 with one scale.
 
 
-def _q4_0(b: _Blocks) -> _Floats:
-    return _scaled(_half(b, "d"), _floats(_bit_fields(_bytes(b, "qs"), 4, 16), minus=8))
+def _q4_0(b: _Blocks) -> _Parts:
+    return _Parts(_half(b, "d"), _floats(_bit_fields(_bytes(b, "qs"), 4, 16), minus=8))
 
 
-def _q4_1(b: _Blocks) -> _Floats:
-    values = _scaled(_half(b, "d"), _floats(_bit_fields(_bytes(b, "qs"), 4, 16)))
-    return _offset(values, _half(b, "m"))
+def _q4_1(b: _Blocks) -> _Parts:
+    return _Parts(_half(b, "d"), _floats(_bit_fields(_bytes(b, "qs"), 4, 16)), _half(b, "m"))
 
 
 def _q5_codes(b: _Blocks) -> npt.NDArray[np.integer[Any]]:
     return _bit_fields(_bytes(b, "qs"), 4, 16) | _bit_fields(_bytes(b, "qh"), 1, 1) << 4
 
 
-def _q5_0(b: _Blocks) -> _Floats:
-    return _scaled(_half(b, "d"), _floats(_q5_codes(b), minus=16))
+def _q5_0(b: _Blocks) -> _Parts:
+    return _Parts(_half(b, "d"), _floats(_q5_codes(b), minus=16))
 
 
-def _q5_1(b: _Blocks) -> _Floats:
-    return _offset(_scaled(_half(b, "d"), _floats(_q5_codes(b))), _half(b, "m"))
+def _q5_1(b: _Blocks) -> _Parts:
+    return _Parts(_half(b, "d"), _floats(_q5_codes(b)), _half(b, "m"))
 
 
-def _q8_0(b: _Blocks) -> _Floats:
-    return _scaled(_half(b, "d"), _bytes(b, "qs").view(np.int8).astype(np.float32))
+def _q8_0(b: _Blocks) -> _Parts:
+    return _Parts(_half(b, "d"), _bytes(b, "qs").view(np.int8).astype(np.float32))
 
 
-def _iq4_nl(b: _Blocks) -> _Floats:
-    return _scaled(_half(b, "d"), _IQ4[_bit_fields(_bytes(b, "qs"), 4, 16)])
+def _iq4_nl(b: _Blocks) -> _Parts:
+    return _Parts(_half(b, "d"), _IQ4[_bit_fields(_bytes(b, "qs"), 4, 16)])
 
 
-def _mxfp4(b: _Blocks) -> _Floats:
+def _mxfp4(b: _Blocks) -> _Parts:
     # Half of the E8M0 scale 2^(e - 127), since the levels are doubled; the two smallest are subnormal.
     e = _bytes(b, "e").astype(np.uint32)
     bits = np.where(e < 2, np.uint32(0x00200000) << np.minimum(e, 1), (e - 1) << 23)
-    return _scaled(bits.view(np.float32), _E2M1[_bit_fields(_bytes(b, "qs"), 4, 16)])
+    return _Parts(bits.view(np.float32), _E2M1[_bit_fields(_bytes(b, "qs"), 4, 16)])
 
 
-def _nvfp4(b: _Blocks) -> _Floats:
+def _nvfp4(b: _Blocks) -> _Parts:
     # A scale for each 16 elements: an unsigned E4M3 float, halved for the doubled levels; 0x7F means zero.
     d = _bytes(b, "d")
     exponent = (d >> 3 & 15).astype(np.int32)
@@ -168,22 +177,21 @@ def _nvfp4(b: _Blocks) -> _Floats:
     significand = np.where(subnormal, mantissa, mantissa + np.float32(8))
     scale = np.ldexp(significand, np.where(subnormal, -10, exponent - 11)).astype(np.float32)
     scale[d == 0x7F] = 0
-    return _scaled(scale, _E2M1[_bit_fields(_bytes(b, "qs"), 4, 8)])
+    return _Parts(scale, _E2M1[_bit_fields(_bytes(b, "qs"), 4, 8)])
 
 
 # One and two bits, one scale.
 
 
-def _q1_0(b: _Blocks) -> _Floats:
-    d = _half(b, "d")
-    return np.where(_bit_fields(_bytes(b, "qs"), 1, 1) != 0, d, -d)
+def _q1_0(b: _Blocks) -> _Parts:
+    return _Parts(_half(b, "d"), np.where(_bit_fields(_bytes(b, "qs"), 1, 1) != 0, _ONE, -_ONE))
 
 
-def _q2_0(b: _Blocks) -> _Floats:
-    return _scaled(_half(b, "d"), _floats(_bit_fields(_bytes(b, "qs"), 2, 1), minus=1))
+def _q2_0(b: _Blocks) -> _Parts:
+    return _Parts(_half(b, "d"), _floats(_bit_fields(_bytes(b, "qs"), 2, 1), minus=1))
 
 
-def _tq1_0(b: _Blocks) -> _Floats:
+def _tq1_0(b: _Blocks) -> _Parts:
     # Five ternary digits a byte, as a fraction of 256: times 3^i (modulo 256) brings digit i to the top.
     qs = _bytes(b, "qs")
     digits = []
@@ -191,30 +199,30 @@ def _tq1_0(b: _Blocks) -> _Floats:
         powers = (3 ** np.arange(count)).astype(np.uint8)
         digits.append((part[:, None, :] * powers[:, None]).reshape(b.size, count * part.shape[1]))
     codes = (np.concatenate(digits, axis=1).astype(np.uint16) * 3 >> 8).astype(np.uint8)
-    return _scaled(_half(b, "d"), _floats(codes, minus=1))
+    return _Parts(_half(b, "d"), _floats(codes, minus=1))
 
 
-def _tq2_0(b: _Blocks) -> _Floats:
-    return _scaled(_half(b, "d"), _floats(_bit_fields(_bytes(b, "qs"), 2, 32), minus=1))
+def _tq2_0(b: _Blocks) -> _Parts:
+    return _Parts(_half(b, "d"), _floats(_bit_fields(_bytes(b, "qs"), 2, 32), minus=1))
 
 
 # Super-blocks of 256: a scale of scales.
 
 
-def _q2_k(b: _Blocks) -> _Floats:
+def _q2_k(b: _Blocks) -> _Parts:
     packed = _bytes(b, "scales")
     scale = _half(b, "d") * _floats(packed & 15)
     minimum = _half(b, "dmin") * _floats(packed >> 4)
-    return _offset(_scaled(scale, _floats(_bit_fields(_bytes(b, "qs"), 2, 32))), -minimum)
+    return _Parts(scale, _floats(_bit_fields(_bytes(b, "qs"), 2, 32)), -minimum)
 
 
-def _q3_k(b: _Blocks) -> _Floats:
+def _q3_k(b: _Blocks) -> _Parts:
     # Sixteen scales of six bits: the low nibbles in bytes 0 to 7, the upper two bits in bytes 8 to 11.
     packed = _bytes(b, "scales")
     six = _bit_fields(packed[:, :8], 4, 8) | _bit_fields(packed[:, 8:], 2, 4) << 4
     scale = _half(b, "d") * _floats(six, minus=32)
     codes = _bit_fields(_bytes(b, "qs"), 2, 32) | _bit_fields(_bytes(b, "hmask"), 1, 32) << 2
-    return _scaled(scale, _floats(codes, minus=4))
+    return _Parts(scale, _floats(codes, minus=4))
 
 
 def _k4_scales(b: _Blocks) -> tuple[_Floats, _Floats]:
@@ -229,34 +237,34 @@ def _k4_scales(b: _Blocks) -> tuple[_Floats, _Floats]:
     return _half(b, "d") * _floats(scale), _half(b, "dmin") * _floats(minimum)
 
 
-def _q4_k(b: _Blocks) -> _Floats:
+def _q4_k(b: _Blocks) -> _Parts:
     scale, minimum = _k4_scales(b)
-    return _offset(_scaled(scale, _floats(_bit_fields(_bytes(b, "qs"), 4, 32))), -minimum)
+    return _Parts(scale, _floats(_bit_fields(_bytes(b, "qs"), 4, 32)), -minimum)
 
 
-def _q5_k(b: _Blocks) -> _Floats:
+def _q5_k(b: _Blocks) -> _Parts:
     scale, minimum = _k4_scales(b)
     codes = _bit_fields(_bytes(b, "qs"), 4, 32) | _bit_fields(_bytes(b, "qh"), 1, 32) << 4
-    return _offset(_scaled(scale, _floats(codes)), -minimum)
+    return _Parts(scale, _floats(codes), -minimum)
 
 
-def _q6_k(b: _Blocks) -> _Floats:
+def _q6_k(b: _Blocks) -> _Parts:
     codes = _bit_fields(_bytes(b, "ql"), 4, 64) | _bit_fields(_bytes(b, "qh"), 2, 32) << 4
     scale = _half(b, "d") * _bytes(b, "scales").view(np.int8).astype(np.float32)
-    return _scaled(scale, _floats(codes, minus=32))
+    return _Parts(scale, _floats(codes, minus=32))
 
 
-def _iq4_xs(b: _Blocks) -> _Floats:
+def _iq4_xs(b: _Blocks) -> _Parts:
     high = np.ascontiguousarray(_bytes(b, "scales_h"))
     six = _bit_fields(_bytes(b, "scales_l"), 4, 1) | _bit_fields(high, 2, 1) << 4
     scale = _half(b, "d") * _floats(six, minus=32)
-    return _scaled(scale, _IQ4[_bit_fields(_bytes(b, "qs"), 4, 16)])
+    return _Parts(scale, _IQ4[_bit_fields(_bytes(b, "qs"), 4, 16)])
 
 
 _WIDEN = F32()
 _WIDENED = frozenset({"F32", "F16", "BF16"})
 
-_DECODERS: Mapping[str, Callable[[_Blocks], _Floats]] = MappingProxyType(
+_DECODERS: Mapping[str, Callable[[_Blocks], _Parts]] = MappingProxyType(
     {
         "Q1_0": _q1_0,
         "Q2_0": _q2_0,

@@ -73,7 +73,7 @@ def gather_on_host(table: Sequence[Slice], ids: RowIds, target: Chunk, offset: i
     step = max(1, _PIECE_ELEMENTS // max(elements, 1))
     for first in range(0, ids.size, step):
         blocks = rows_in_memory(table, ids[first : first + step], memory)
-        result[first : first + step] = decode(extent.type, blocks.reshape(-1)).reshape(len(blocks), elements)
+        decode(extent.type, blocks.reshape(-1), result[first : first + step].reshape(-1))
 
 
 def _take(part: Slice, rows: RowIds, memory: Memory, result: npt.NDArray[np.uint8]) -> None:

@@ -49,6 +49,7 @@ __all__ = [
     "ClosedError",
     "DeviceError",
     "DeviceLostError",
+    "DeviceRows",
     "Event",
     "EventSink",
     "FileChangedError",
@@ -97,6 +98,7 @@ if TYPE_CHECKING:
     from ggufstream import events, sinks
     from ggufstream.backends.base import Backend, Capabilities
     from ggufstream.backends.registry import open_backend
+    from ggufstream.device_rows import DeviceRows
     from ggufstream.events import Event, EventSink
     from ggufstream.gguf_file import FileIndex, read_index
     from ggufstream.job import LoadJob
@@ -112,6 +114,7 @@ else:  # out of a type checker's sight: with a module's __getattr__ it would tak
     _MODULES = {
         "Backend": "backends.base",
         "Capabilities": "backends.base",
+        "DeviceRows": "device_rows",
         "Event": "events",
         "EventSink": "events",
         "FileIndex": "gguf_file",

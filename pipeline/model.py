@@ -261,9 +261,11 @@ class Weight:
         await self._request(ids, prefetch=True)
 
     async def _request(self, ids: npt.ArrayLike, *, prefetch: bool) -> Request:
+        def begin() -> Request:
+            return self._storage.tables.table(self._entry).request(ids, prefetch=prefetch)
+
         with self._lease.in_use():
-            table = await in_thread(partial(self._storage.tables.table, self._entry))
-            request = await in_thread(partial(table.request, ids, prefetch=prefetch))
+            request = await in_thread(begin)
             while request.more:  # a hop for each batch, so that cancelling need not wait for all
                 await in_thread(request.step)
         return request

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from ggufstream.backends.base import Backend, Chunk
 from ggufstream.backends.decode import decode
 from ggufstream.errors import OptionError, RowIndexError
+from ggufstream.ggml_types import GGMLType
 from ggufstream.gguf_layout import TensorInfo
 from ggufstream.layouts import Bytes
 from ggufstream.pages import PAGE
@@ -179,9 +180,7 @@ class RowTable:
 
         def work(starts: Iterator[int]) -> None:
             for start in starts:
-                part = blocks[start : start + step]
-                values = decode(self.source.type, part.reshape(-1)).reshape(len(part), -1)
-                request.put(first + start, values)
+                request.decode(self.source.type, blocks, first, start, min(start + step, len(blocks)))
 
         self._readers.share(work, range(0, len(blocks), step), threads=self._decoders)
 
@@ -233,6 +232,10 @@ class Request:
         self._unique = ordered[is_first]
         self._starts = np.append(np.flatnonzero(is_first), flat.size)
         self._which = np.cumsum(is_first) - 1
+        self._ranks: npt.NDArray[np.int64] | None = None
+        if self._unique.size == flat.size:
+            self._ranks = np.empty_like(self._order)
+            self._ranks[self._order] = self._which
         self._prefetch = prefetch
         if values is None:
             values = np.empty((0 if prefetch else flat.size, table.tensor.row_elements), np.float32)
@@ -263,11 +266,24 @@ class Request:
             self._table.decode(blocks, start, self)
         self._done += batch.size
 
-    def put(self, first: int, values: npt.NDArray[np.float32]) -> None:
-        """Write distinct rows ``first`` and on wherever they were asked for."""
-        span = slice(self._starts[first], self._starts[first + len(values)])
+    def decode(self, kind: GGMLType, blocks: npt.NDArray[np.uint8], first: int, start: int, stop: int) -> None:
+        """Decode part of a batch: as many rows as ``start`` to ``stop`` are, wherever they were asked for.
+
+        Args:
+            kind: Type of the blocks.
+            blocks: All rows of the batch.
+            first: Number of its first row among the distinct ones.
+            start: Of the part. All parts together are the batch.
+            stop: Its end.
+        """
+        if self._ranks is not None and len(blocks) == len(self._values):  # all rows, each once: forwards, in place
+            part = np.take(blocks, self._ranks[start:stop], axis=0)  # lets other threads run, as an index does not
+            decode(kind, part.reshape(-1), self._values[start:stop].reshape(-1))
+            return
+        values = decode(kind, blocks[start:stop].reshape(-1)).reshape(stop - start, -1)
+        span = slice(self._starts[first + start], self._starts[first + stop])
         places = self._order[span]
-        self._values[places] = values if places.size == len(values) else values[self._which[span] - first]
+        self._values[places] = values[self._which[span] - first - start]
 
     @property
     def result(self) -> npt.NDArray[np.float32]:

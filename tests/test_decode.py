@@ -29,6 +29,9 @@ def test_random_bytes_decode_as_in_the_reference(name: str, n: int) -> None:
     blocks = np.random.default_rng(n).integers(0, 256, n * ggml_type.block_bytes, np.uint8)
     want = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[name])
     assert same_bits(decode(ggml_type, blocks), want)
+    place = np.empty(want.size + 2, np.float32)
+    assert same_bits(decode(ggml_type, blocks, place[1:-1]), want)
+    assert same_bits(place[1:-1], want)
 
 
 @pytest.mark.parametrize("name", sorted(DECODABLE - WITHOUT_ORACLE))

@@ -165,6 +165,11 @@ def test_every_type_in_every_way_out_of_the_file(tmp_path: Path, type_name: str)
         with table_of(path, strategy) as table:
             assert table.source.strategy == strategy
             assert_rows(ask(table, some_ids()), path, TABLE, some_ids())
+            once = np.unique(some_ids())
+            for ids in (once, once[::-1], np.random.default_rng(0).permutation(ROWS)):
+                assert_rows(ask(table, ids), path, TABLE, ids)
+            table.batch_rows = 40
+            assert_rows(ask(table, once[::-1]), path, TABLE, once[::-1])
 
 
 @pytest.mark.parametrize("type_name", sorted(DECODABLE))
