@@ -19,6 +19,7 @@ import pytest
 
 from ggufstream import cli
 from ggufstream.commands import commands
+from ggufstream.trace_file import decode
 from tests import gguf_builder as gb
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -445,9 +446,12 @@ def test_unexpected_error_is_one_line_unless_debug(
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("as_json", [False, True])
-def test_signal_during_a_load_ends_it_cleanly(gemma_path: Path, signum: int, code: int, as_json: bool) -> None:
+def test_signal_during_a_load_ends_it_cleanly(
+    gemma_path: Path, tmp_path: Path, signum: int, code: int, as_json: bool
+) -> None:
     # cpu_scalar packs nothing; a small budget makes many ranges, so that the load is still on its way
     options = ["--backend", "cpu", "--io", "pread", "--staging", "1M", "--workers", "1", "--log-format", "json", "-vv"]
+    options += ["--trace", str(tmp_path / "a.pftrace")]
     command = [sys.executable, "-m", "ggufstream", "load", gemma_path, *options, *(["--json"] if as_json else [])]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
@@ -467,6 +471,7 @@ def test_signal_during_a_load_ends_it_cleanly(gemma_path: Path, signum: int, cod
     name = signal.Signals(signum).name
     assert json.loads(last)["error"] == f"interrupted by {name}"
     assert json.loads(records[-1])["event"] == "load_cancelled"
+    assert decode((tmp_path / "a.pftrace").read_bytes(), file="").about["outcome"] == "cancelled"
     if as_json:
         assert json.loads(out)["error"] == {
             "type": "Interrupted",
