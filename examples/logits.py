@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from transformer import Floats, Past, Transformer, transformer
+from transformer import FAMILIES, Floats, Past, Transformer, transformer
 
 import ggufstream
 
@@ -143,7 +143,7 @@ BYTES_OF_GPT2 = _bytes_of_gpt2()
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Run a model on the weights that ggufstream loads.")
-    parser.add_argument("path", metavar="MODEL.gguf", help="of a family of transformer.py")
+    parser.add_argument("path", metavar="MODEL.gguf", help=f"of the family {', '.join(FAMILIES)}")
     parser.add_argument("--backend", default="auto", help="as of ggufstream.load (default: auto)")
     parser.add_argument("--compare", nargs="+", default=[], metavar="BACKEND", help="backends to compare with it")
     parser.add_argument("--tokens", nargs="+", type=int, metavar="ID", help="a prompt (default: those of prompts.json)")

@@ -2,8 +2,8 @@
 
     python -m tests.small_transformers FOLDER
 
-writes those that the recipe in ``tests/data/logits`` records logits of: with F32 weights, so that any engine gets the
-same logits up to rounding.
+writes each with F32 weights, ``small-FAMILY.gguf``, so that any engine gets the same logits up to rounding (the recipe in
+``tests/data/logits`` records them), and with quantized ones, ``quantized-FAMILY.gguf``.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def write_transformer(
         if bound is not None:
             writer.add_tensor(name, bound.astype(np.float32))
             continue
-        weights = (random.standard_normal(shape) / (shape[1] ** 0.5 if "embd" not in name else 4)).astype(np.float32)
+        weights = (random.standard_normal(shape) / (shape[1] ** 0.5 if "embd" not in name else 16)).astype(np.float32)
         type_name = _TYPES.get(name.removesuffix(".weight").rpartition(".")[2], "Q8_0") if quantized else "F32"
         writer.add_tensor(name, _blocks(type_name, weights), raw_dtype=gguf.GGMLQuantizationType[type_name])
     writer.write_header_to_file()
@@ -252,3 +252,4 @@ _SPREAD = {"Q2_K": 16, "Q3_K": 32, "Q4_K": 256, "Q5_K": 512, "Q6_K": 1024, "IQ4_
 if __name__ == "__main__":
     for family in FAMILIES:
         write_transformer(Path(sys.argv[1], f"small-{family}.gguf"), family, quantized=False)
+        write_transformer(Path(sys.argv[1], f"quantized-{family}.gguf"), family)
