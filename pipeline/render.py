@@ -332,6 +332,8 @@ def show_verify(result: Mapping[str, Any]) -> None:
     facts.add_row("compared", f"{result['tensors']} tensors, {human_bytes(result['bytes'])}, byte for byte")
     error = f"off by {result['largest_product_error']:.1e} of the largest value at most"
     facts.add_row("multiplied", f"{result['products']} weights, {error}" if result["products"] else "nothing")
+    tables = f"{result['rows']} rows of {result['tables']} lookup {'table' if result['tables'] == 1 else 'tables'}"
+    facts.add_row("looked up", f"{tables}, bit for bit" if result["tables"] else "nothing")
     facts.add_row("time", human_seconds(result["seconds"]))
     if not differing:
         facts.add_row("result", Text("the model is what the file has", "bold green"))

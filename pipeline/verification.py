@@ -1,8 +1,10 @@
-"""Is the model that was loaded the model in the file? Every byte is compared, and every product.
+"""Is the model that was loaded the model in the file? Every byte is compared, and every product, and rows of every table.
 
 Weights are read back from where they lie, their layout is undone, and the bytes are compared with the file's. Then
 each weight that can be multiplied is multiplied with two fixed vectors, and the result is compared with the reference
-product of the bytes in the file: that finds what comparing bytes cannot, a device that reads them wrongly.
+product of the bytes in the file: that finds what comparing bytes cannot, a device that reads them wrongly. Of each
+lookup table some rows are asked for, here and on the device that it lies on, and compared bit for bit with what the
+reference makes of them.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggufstream.backends.base import Chunk, Slice
-from ggufstream.backends.decode import DECODABLE
+from ggufstream.backends.decode import DECODABLE, decode
 from ggufstream.backends.products import linear_by_decoding, multiply_in_order
 from ggufstream.errors import FileChangedError, UnreadableFileError
 from ggufstream.file_bytes import read_exactly
@@ -32,6 +34,10 @@ from ggufstream.threads import in_thread
 __all__ = ["Difference", "VerifyReport", "verify"]
 
 _VECTORS = 2
+
+_ROWS = 64
+_ROWS_BYTES = 16 << 20
+"""Of a table as many random rows are compared as ``_ROWS``, or as come to this much memory."""
 
 TOLERANCE = 2e-5
 """Largest difference of a product, relative to the largest value: reference and device may each be 1e-5 off."""
@@ -56,6 +62,10 @@ class VerifyReport:
     """Weights whose product was compared."""
     largest_product_error: float
     """Relative to the largest value of the product."""
+    tables: int
+    """Lookup tables of which rows were compared."""
+    rows: int
+    """Rows that were compared."""
     differing: tuple[Difference, ...]
     seconds: float
 
@@ -80,6 +90,7 @@ async def verify(model: Model, *, on_tensor: Callable[[str], None] | None = None
     try:
         differing: list[Difference] = []
         products, worst = 0, 0.0
+        tables = rows = 0
         for weight in model.values():
             tensor = model.index.tensor(weight.name)
             what = await _compare_bytes(weight, tensor, files)
@@ -89,6 +100,10 @@ async def verify(model: Model, *, on_tensor: Callable[[str], None] | None = None
                 worst = max(worst, error)
                 if not error <= TOLERANCE:
                     what = f"its product is off by {error:.2g} of the largest value, {TOLERANCE:.0e} is allowed"
+            if what is None and _can_look_up(weight):
+                ids = _sample(tensor)
+                tables, rows = tables + 1, rows + ids.size
+                what = await _compare_rows(model, weight, ids, await in_thread(partial(files.rows, tensor, ids)))
             if what is not None:
                 differing.append(Difference(tensor=weight.name, what=what))
             if on_tensor is not None:
@@ -100,6 +115,8 @@ async def verify(model: Model, *, on_tensor: Callable[[str], None] | None = None
         bytes=sum(weight.nbytes for weight in model.values()),
         products=products,
         largest_product_error=worst,
+        tables=tables,
+        rows=rows,
         differing=tuple(differing),
         seconds=round(time.perf_counter() - started, 6),
     )
@@ -143,6 +160,32 @@ def _relative_error(product: npt.NDArray[np.float32], reference: npt.NDArray[np.
     scale = float(np.abs(reference[finite]).max())
     difference = float(np.abs(product[finite].astype(np.float64) - reference[finite]).max())
     return difference / scale if scale else (0.0 if difference == 0 else float("inf"))
+
+
+def _can_look_up(weight: Weight) -> bool:
+    return Intent.LOOKUP in weight.intent and weight.nbytes > 0 and weight.type.name in DECODABLE
+
+
+def _sample(tensor: TensorInfo) -> npt.NDArray[np.int64]:
+    """The first row and the last, random ones, and some of these again; in no order."""
+    rng = np.random.default_rng(0)
+    some = rng.integers(0, tensor.rows, max(1, min(_ROWS, _ROWS_BYTES // (4 * tensor.row_elements))))
+    return rng.permutation(np.concatenate([[0, tensor.rows - 1], some, some[:3]]))
+
+
+async def _compare_rows(
+    model: Model, weight: Weight, ids: npt.NDArray[np.int64], reference: npt.NDArray[np.float32]
+) -> str | None:
+    """Which row first differs from the reference, or ``None``."""
+    found = {"": await weight.rows(ids)}
+    if weight.device is not None:
+        async with await weight.rows(ids, into=weight.device) as rows:
+            found[f" on {model.plan.devices[weight.device].device}"] = await rows.read()
+    for where, values in found.items():
+        same = (values.view(np.uint32) == reference.view(np.uint32)) | (np.isnan(values) & np.isnan(reference))
+        if not same.all():
+            return f"row {ids[~same.all(axis=1)][0]:,}{where} is not what the reference makes of the file"
+    return None
 
 
 class _FileChunk(Chunk):
@@ -217,6 +260,13 @@ class _Files:
             x,
             multiply_in_order,
         )
+
+    def rows(self, tensor: TensorInfo, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        """Rows as the reference decodes them, from the bytes in the file."""
+        blocks = np.empty((ids.size, tensor.row_bytes), np.uint8)
+        for row, place in zip(ids.tolist(), blocks, strict=True):
+            self.read(tensor, tensor.offset + row * tensor.row_bytes, place)
+        return decode(tensor.type, blocks.reshape(-1)).reshape(ids.size, -1)
 
     def close(self) -> None:
         while self._descriptors:

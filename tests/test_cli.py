@@ -224,6 +224,30 @@ def test_verify_names_what_differs(
     assert "output_norm.weight" in out
 
 
+def test_verify_names_a_table_whose_rows_are_wrong(
+    call: Callable[..., tuple[int, str, str]], small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ggufstream.backends.simulated import SimulatedBackend
+
+    real = SimulatedBackend.gather
+
+    def next_row(self: Any, table: Any, ids: Any, target: Any, offset: int) -> None:
+        real(self, table, (ids + 1) % sum(part.extent.rows for part in table), target, offset)
+
+    backend = ("--backend", "simulated:discrete-24g")
+    code, out, _ = call("verify", "--json", *backend, small)
+    assert code == 0
+    found = json.loads(out)
+    assert (found["tables"], found["rows"]) == (1, 69)
+    assert "69 rows of 1 lookup table, bit for bit" in call("verify", *backend, small)[1]
+    monkeypatch.setattr(SimulatedBackend, "gather", next_row)
+    code, out, _ = call("verify", "--json", *backend, small)
+    assert code == 5
+    (found,) = json.loads(out)["differing"]
+    assert found["tensor"] == "token_embd.weight"
+    assert "is not what the reference makes of the file" in found["what"]
+
+
 def test_devices(call: Callable[..., tuple[int, str, str]]) -> None:
     code, out, _ = call("devices", "--json")
     assert code == 0
