@@ -12,7 +12,7 @@ import anyio
 
 from ggufstream.backends.base import Backend
 from ggufstream.broadcast import Broadcast, EventReader
-from ggufstream.errors import ClosedError, GGUFStreamError, JobCancelledError, JobError, OptionError, printable
+from ggufstream.errors import GGUFStreamError, JobCancelledError, JobError, OptionError, printable
 from ggufstream.events import (
     Event,
     EventSink,
@@ -37,6 +37,8 @@ from ggufstream.report import LoadReport
 from ggufstream.sinks import StructlogSink
 from ggufstream.storage import Lease, Storage
 from ggufstream.threads import uninterrupted
+from ggufstream.timeline import Timeline
+from ggufstream.trace_file import write_trace
 
 __all__ = ["LoadJob", "SharedLoad"]
 
@@ -82,7 +84,8 @@ class SharedLoad:
         self.arrived: set[str] = set()
         """Tensors that are ready."""
         self.progress = _queued(load_id)
-        self._broadcast = Broadcast([log], log)
+        self.timeline = Timeline()
+        self._broadcast = Broadcast([log, self.timeline], log)
 
     @property
     def storage(self) -> Storage | None:
@@ -150,6 +153,7 @@ class SharedLoad:
             assert self.report is not None
             assert lease is not None
             lease.leave()
+            self.report = replace(self.report, timeline=self.timeline)
             self.emit(LoadFinished(load_id=self.load_id, report=self.report.to_dict()))
         else:
             self.has_failed = True
@@ -224,7 +228,7 @@ class LoadJob:
         storage = await self._decision()
         entry = storage.entry(name)
         await self._arrival([name])
-        return Weight(self._held(), entry)
+        return Weight(await self._usable(), entry)
 
     async def ready(self, pattern: str) -> list[Weight]:
         """The weights whose names ``pattern``, a regular expression, finds, as soon as all of them are on the device.
@@ -242,11 +246,21 @@ class LoadJob:
         if not entries:
             raise OptionError(f"no tensor of {self.path} matches {pattern!r}", remedy="inspect lists all names")
         await self._arrival([entry.tensor.name for entry in entries])
-        return [Weight(self._held(), entry) for entry in entries]
+        lease = await self._usable()
+        return [Weight(lease, entry) for entry in entries]
 
     async def _decision(self) -> Storage:
         await self._decided.wait()
-        return self._held().storage
+        return (await self._usable()).storage
+
+    async def _usable(self) -> Lease:
+        if self.lease is not None and not self.lease.is_open and not self._is_taken:
+            await self._end()  # it is being undone: say why
+        return self._held()
+
+    async def _end(self) -> None:
+        while not self._ended.is_set():
+            await self._ended.wait()
 
     def _held(self) -> Lease:
         if isinstance(self._error, GGUFStreamError):
@@ -276,9 +290,11 @@ class LoadJob:
         if self._error is None and self._cancelling is None:
             what = f"the load of {printable(self.path)} was cancelled"
             self._cancelling = JobCancelledError(what, remedy="Submit it again")
+            if self._ended.is_set():
+                self._ended = anyio.Event()  # whoever was told of a model in this very turn waits on
             await uninterrupted(self._leave(self._cancelling))
         else:
-            await self._ended.wait()
+            await self._end()
         return True
 
     async def _leave(self, error: JobCancelledError) -> None:
@@ -312,8 +328,6 @@ class LoadJob:
 
     def end(self, error: Exception | None) -> None:
         """Everything is loaded, or everything is freed: nobody waits any longer."""
-        if self._ended.is_set():
-            return
         self._error = error
         for waits in self._waits.values():
             for wait in waits:
@@ -326,17 +340,24 @@ class LoadJob:
         return self._model().__await__()
 
     async def _model(self) -> Model:
-        await self._ended.wait()
+        await self._end()
         # No await from here on: a cancellation could lose the model.
         lease = self._held()
         if self._is_taken:
             raise JobError(f"the model of {self.path} was handed out already", remedy="Keep what the first await gave")
-        if not lease.is_open:
-            raise ClosedError(f"the loader of {self.path} is closed", remedy="Await a job before its loader ends")
         assert self.load is not None
         assert self.load.report is not None
         self._is_taken = True
         return Model(lease, self.load.report)
+
+    async def write_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write a Perfetto trace of the load so far, however it went. Needs the package's extra ``trace``.
+
+        Raises:
+            MissingPackageError: Its packages are not installed.
+            UnreadableFileError: The file cannot be written.
+        """
+        await write_trace(Timeline() if self.load is None else self.load.timeline, path)
 
     def statistics(self) -> dict[str, Any]:
         """Where the job is, in plain numbers and strings."""

@@ -8,8 +8,7 @@ import importlib
 import os
 import resource
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from ggufstream.errors import (
 )
 from ggufstream.events import Event, HeaderRead, LoadCancelled, LoadFailed, LoadFinished, Progress
 from tests.small_models import write_model
+from tests.watching import Gate, nothing_is_left, traces_of
 
 RANGE = 64 << 10
 BACKENDS = ("cpu", "simulated:discrete-24g", "simulated:igpu-unified")
@@ -42,30 +42,6 @@ BACKENDS = ("cpu", "simulated:discrete-24g", "simulated:igpu-unified")
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("models") / "mixed.gguf")
-
-
-def traces_of(path: Path) -> tuple[list[str], list[str]]:
-    """Open descriptors and mappings of the file in this process."""
-    descriptors = []
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{name}")
-        except OSError:
-            continue
-        if target == str(path):
-            descriptors.append(name)
-    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path))]
-    return descriptors, maps
-
-
-@contextmanager
-def nothing_is_left(path: Path, backend: Backend) -> Iterator[None]:
-    before = len(os.listdir("/proc/self/fd"))
-    yield
-    assert traces_of(path) == ([], [])
-    assert len(os.listdir("/proc/self/fd")) == before
-    statistics = backend.statistics()
-    assert (statistics["live_bytes"], statistics["live_chunks"], statistics["staging_bytes"]) == (0, 0, 0)
 
 
 class CancelAt:
@@ -171,8 +147,9 @@ async def test_a_fault_at_every_call_is_typed_and_leaves_nothing(path: Path, met
                 works_again = expected is not DeviceLostError
             else:
                 works_again = False
-                assert (await ggufstream.verify(model)).differing == ()
-                await model.aclose()
+                async with model:
+                    if backend.calls[method] >= n:  # the fault is behind us, not one that verifying would meet
+                        assert (await ggufstream.verify(model)).differing == ()
         if works_again:  # the same backend, for another load
             async with await ggufstream.load(path, backend=backend, range_bytes=RANGE) as model:
                 assert len(model) > 0
@@ -327,23 +304,6 @@ async def test_the_event_loop_is_never_blocked(path: Path, blockbuster: object) 
 
 
 # --- asyncio's own cancellation: timeouts, task groups, task.cancel() --------------------------------------------------
-
-
-class Gate:
-    """Holds the n-th call of a function in its thread until the test lets it go on."""
-
-    def __init__(self, function: Callable[..., Any], nth: int = 1) -> None:
-        self.entered = threading.Event()
-        self.go_on = threading.Event()
-        self._function = function
-        self._calls = iter(range(1, 1 << 30))
-        self._nth = nth
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        if next(self._calls) == self._nth:
-            self.entered.set()
-            assert self.go_on.wait(10)
-        return self._function(*arguments, **options)
 
 
 async def cancelled_inside(gate: Gate, work: Any) -> None:

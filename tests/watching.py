@@ -53,3 +53,11 @@ class Gate:
             self.entered.set()
             assert self.go_on.wait(10)
         return self._function(*arguments, **options)
+
+    def as_method(self) -> Callable[..., Any]:
+        """The same as a function, which an instance binds."""
+
+        def method(*arguments: Any, **options: Any) -> Any:
+            return self(*arguments, **options)
+
+        return method

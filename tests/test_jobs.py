@@ -1,0 +1,734 @@
+"""Jobs of a Loader: shared budgets and loads, priorities, early weights, events, and every way to end one."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+import structlog
+
+import ggufstream
+from ggufstream import Loader
+from ggufstream.backends.base import Backend
+from ggufstream.backends.cpu import CpuBackend
+from ggufstream.backends.registry import open_backend
+from ggufstream.backends.simulated import SimulatedBackend
+from ggufstream.backends.testing import FaultyBackend
+from ggufstream.broadcast import EventReader
+from ggufstream.errors import (
+    ClosedError,
+    DeviceLostError,
+    JobCancelledError,
+    JobError,
+    MissingFileError,
+    OptionError,
+    OutOfDeviceMemoryError,
+    UnknownTensorError,
+)
+from ggufstream.events import (
+    Event,
+    HeaderRead,
+    LoadCancelled,
+    LoadFinished,
+    LoadStarted,
+    LoadWaiting,
+    Planned,
+    Progress,
+    RangeMoved,
+    TensorReady,
+)
+from ggufstream.job import LoadJob
+from tests.small_models import write_model
+from tests.watching import Gate, nothing_is_left
+
+RANGE = 64 << 10
+TABLE = "per_layer_token_embd.weight"
+FIRST = "blk.0.attn_q.weight"
+LAST = "output_norm.weight"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "mixed.gguf")
+
+
+@pytest.fixture
+def twin(path: Path, tmp_path: Path) -> Path:
+    """Another file with the same bytes."""
+    return Path(shutil.copy(path, tmp_path / "twin.gguf"))
+
+
+class Recorder:
+    """A sink that keeps everything."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+
+    def kinds(self) -> list[type[Event]]:
+        return [type(event) for event in self.events]
+
+
+@contextmanager
+def reads_held_at(monkeypatch: pytest.MonkeyPatch, nth: int) -> Iterator[Gate]:
+    """The n-th read of tensor bytes waits; the test must let it go on."""
+    from ggufstream import read
+
+    gate = Gate(read.pread_into, nth)
+    with monkeypatch.context() as patch:
+        patch.setattr(read, "pread_into", gate)
+        try:
+            yield gate
+        finally:
+            gate.go_on.set()
+
+
+async def entered(gate: Gate) -> None:
+    assert await asyncio.to_thread(gate.entered.wait, 10)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let other tasks run until ``condition`` holds; the timeout of pytest is the limit."""
+    while not condition():  # noqa: ASYNC110 - what it waits for has no event of its own
+        await asyncio.sleep(0)
+
+
+# --- one job ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.public_api
+@pytest.mark.asyncio
+async def test_a_job_gives_its_model_once(path: Path, blockbuster: object) -> None:
+    async with Loader() as loader:
+        job = loader.submit(path, backend="cpu", range_bytes=RANGE)
+        assert job.progress.stage == "queued"
+        assert loader.jobs == (job,)
+        async with await job as model:
+            assert (await ggufstream.verify(model)).differing == ()
+            assert job.progress.stage == "ready"
+            assert job.progress.bytes_done == job.progress.bytes_total == model.report.streamed_bytes
+            assert loader.jobs == ()
+            with pytest.raises(JobError, match="handed out already"):
+                await job
+            assert await job.cancel() is False
+            assert len(await model[FIRST].read()) == model[FIRST].nbytes
+        assert loader.statistics()["staging"]["used_bytes"] == 0
+        assert loader.statistics()["reservations"] == []
+
+
+@pytest.mark.asyncio
+async def test_two_that_await_one_job_do_not_both_get_it(path: Path) -> None:
+    async with Loader() as loader:
+        job = loader.submit(path, backend="cpu")
+
+        async def wait() -> object:
+            try:
+                return await job
+            except JobError as error:
+                return error
+
+        first, second = await asyncio.gather(wait(), wait())
+        assert isinstance(first, ggufstream.Model)
+        assert isinstance(second, JobError)
+        await first.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_failed_job_says_so_to_each_who_awaits_it_and_to_nobody_else(path: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(b"GGUF" + bytes(3))
+    async with Loader() as loader:
+        failing, going = loader.submit(bad, backend="cpu"), loader.submit(path, backend="cpu")
+        for _ in range(2):
+            with pytest.raises(ggufstream.FileError, match=r"bad\.gguf"):
+                await failing
+        with pytest.raises(ggufstream.FileError, match=r"bad\.gguf"):
+            await failing.weight(FIRST)
+        assert failing.progress.stage == "failed"
+        assert await failing.cancel() is True
+        await (await going).aclose()
+
+
+@pytest.mark.asyncio
+async def test_whoever_stops_waiting_leaves_the_job_as_it_is(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with reads_held_at(monkeypatch, 2) as gate:
+        async with Loader() as loader:
+            job = loader.submit(path, backend="cpu", io="pread", range_bytes=RANGE)
+            await entered(gate)
+            waiting = asyncio.ensure_future(job)
+            await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            gate.go_on.set()
+            await (await job).aclose()
+
+
+@pytest.mark.asyncio
+async def test_submitting_needs_an_open_loader(path: Path) -> None:
+    loader = Loader()
+    with pytest.raises(ClosedError, match="not open yet"):
+        loader.submit(path)
+    async with loader:
+        pass
+    with pytest.raises(ClosedError, match="closed"):
+        loader.submit(path)
+    with pytest.raises(ClosedError, match="entered once"):
+        async with loader:
+            pass
+
+
+@pytest.mark.parametrize("max_jobs", [0, -1, 1.5, None])
+def test_the_number_of_jobs_is_checked(max_jobs: Any) -> None:
+    with pytest.raises(OptionError, match="max_jobs"):
+        Loader(max_jobs=max_jobs)
+
+
+@pytest.mark.asyncio
+async def test_options_are_checked_by_submit(path: Path) -> None:
+    async with Loader(staging_bytes=1 << 20) as loader:
+        with pytest.raises(OptionError, match="staging_bytes is the loader's"):
+            loader.submit(path, staging_bytes=2 << 20)
+        with pytest.raises(OptionError, match="io="):
+            loader.submit(path, io="telepathy")  # type: ignore[arg-type]
+        assert loader.jobs == ()
+
+
+# --- early weights ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["cpu", "simulated:discrete-24g"])
+@pytest.mark.asyncio
+async def test_weights_and_rows_are_there_before_the_load_ends(
+    path: Path, spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = np.linspace(-1, 1, 256, dtype=np.float32)
+    async with await ggufstream.load(path, backend=spec, lazy="off") as model:
+        product = await model.linear(FIRST, x)
+        rows = await model.rows(TABLE, [3, 1, 3])
+        embedding = await model.rows("token_embd.weight", [7])
+    async with await ggufstream.load(path, backend=spec, lazy="on", range_bytes=RANGE) as model:
+        last = len(model.plan.ranges)
+    with reads_held_at(monkeypatch, last) as gate:
+        async with Loader() as loader:
+            job = loader.submit(path, backend=spec, io="pread", lazy="on", range_bytes=RANGE, workers=1)
+            weight = await job.weight(FIRST)
+            # The table stays in the file, the tied embedding is the first to arrive.
+            assert np.array_equal(await (await job.weight(TABLE)).rows([3, 1, 3]), rows)
+            assert np.array_equal(await (await job.weight("token_embd.weight")).rows([7]), embedding)
+            assert np.array_equal(await weight.linear(x), product)
+            assert [w.name for w in await job.ready(r"^blk\.0\.attn_[qk]")] == [FIRST, "blk.0.attn_k.weight"]
+            assert job.progress.stage == "stream"
+            assert not gate.go_on.is_set()
+            pending = asyncio.ensure_future(job.weight(LAST))
+            gate.go_on.set()
+            async with await job as model:
+                assert (await pending).name == LAST
+                assert np.array_equal(await weight.linear(x), product)
+            with pytest.raises(ClosedError):
+                await weight.linear(x)
+
+
+@pytest.mark.asyncio
+async def test_a_weight_that_cannot_come_is_refused(path: Path) -> None:
+    async with Loader() as loader:
+        job = loader.submit(path, backend="cpu", select="blk")
+        with pytest.raises(UnknownTensorError, match="attn_q"):
+            await job.weight("blk.0.attn_Q.weight")
+        with pytest.raises(OptionError, match="left out by select"):
+            await job.weight("token_embd.weight")
+        with pytest.raises(OptionError, match="no tensor"):
+            await job.ready("nothing like it")
+        with pytest.raises(OptionError, match="regular expression"):
+            await job.ready("(")
+
+
+@pytest.mark.asyncio
+async def test_early_weights_end_with_the_load_that_fails(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that runs when the load fails keeps its memory to its end; those after it are refused."""
+    backend = CpuBackend()
+    gate = Gate(CpuBackend.linear)
+    monkeypatch.setattr(CpuBackend, "linear", gate.as_method())
+    x = np.ones(256, np.float32)
+    async with await ggufstream.load(path, backend="cpu", range_bytes=RANGE) as model:
+        last = len(model.plan.ranges)
+    with reads_held_at(monkeypatch, last) as reads, nothing_is_left(path, backend):
+        async with Loader() as loader:
+            job = loader.submit(path, backend=backend, io="pread", range_bytes=RANGE, workers=1)
+            weight = await job.weight(FIRST)
+            await entered(reads)
+            product = asyncio.ensure_future(weight.linear(x))
+            await entered(gate)
+            os.utime(path)  # changed while it was being loaded
+            reads.go_on.set()
+            await until(lambda: not job.lease.is_open)
+            late = asyncio.ensure_future(job.weight(LAST))
+            assert backend.statistics()["live_bytes"] > 0
+            gate.go_on.set()
+            assert (await product).shape == (96,)
+            with pytest.raises(ggufstream.FileChangedError):
+                await job
+            with pytest.raises(ggufstream.FileChangedError):
+                await late
+            with pytest.raises(ClosedError):
+                await weight.linear(x)
+
+
+# --- sharing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.public_api
+@pytest.mark.asyncio
+async def test_equal_jobs_share_one_load_and_one_model(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = Recorder(), Recorder()
+    with SimulatedBackend("discrete-24g") as backend, nothing_is_left(path, backend):
+        async with Loader() as loader:
+            with reads_held_at(monkeypatch, 9) as gate:
+                first = loader.submit(path, backend=backend, io="pread", range_bytes=RANGE, sinks=[seen[0]])
+                await entered(gate)
+                second = loader.submit(str(path), backend=backend, io="pread", range_bytes=RANGE, sinks=[seen[1]])
+                await until(lambda: second.load is not None)
+                gate.go_on.set()
+            one, two = await first, await second
+            third = await loader.submit(path, backend=backend, io="pread", range_bytes=RANGE)
+            assert first.load_id == second.load_id == first.id != second.id
+            planned = sum(arena.planned_bytes for arena in one.plan.arenas.values())
+            assert backend.statistics()["live_bytes"] <= planned + (64 << 10)
+            assert one[FIRST].slices == two[FIRST].slices == third[FIRST].slices
+            await one.aclose()
+            with pytest.raises(ClosedError):
+                await one[FIRST].read()
+            assert await two[FIRST].read() == await third[FIRST].read()
+            await asyncio.gather(two.aclose(), third.aclose())
+            assert backend.statistics()["live_bytes"] == 0
+            # Nobody holds it any more: the next one loads again.
+            again = loader.submit(path, backend=backend, io="pread", range_bytes=RANGE)
+            await (await again).aclose()
+            assert again.load_id == again.id
+    # The one that came later was told what had happened, and missed nothing that matters.
+    milestones = [LoadStarted, HeaderRead, Planned, LoadFinished]
+    for sink in seen:
+        assert [kind for kind in sink.kinds() if kind in milestones] == milestones
+        assert sink.events[-1] is seen[0].events[-1]
+
+
+@pytest.mark.parametrize("difference", ["options", "file", "backend", "content"])
+@pytest.mark.asyncio
+async def test_jobs_that_differ_share_nothing(path: Path, twin: Path, difference: str) -> None:
+    options: dict[str, Any] = {"backend": "cpu", "range_bytes": RANGE}
+    async with Loader() as loader, await loader.submit(twin, **options) as first:
+        if difference == "content":
+            os.utime(twin, ns=(1, 1))
+        other = {"options": {"io": "pread"}, "backend": {"backend": "cpu_scalar"}}.get(difference, {})
+        job = loader.submit(path if difference == "file" else twin, **options | other)
+        async with await job as second:
+            assert job.load_id == job.id
+            assert first[FIRST].slices[0].chunk is not second[FIRST].slices[0].chunk
+
+
+@pytest.mark.asyncio
+async def test_a_job_that_is_cancelled_takes_nothing_from_those_who_share(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with SimulatedBackend("discrete-24g") as backend, nothing_is_left(path, backend):
+        async with Loader() as loader:
+            with reads_held_at(monkeypatch, 20) as gate:
+                first, second = (loader.submit(path, backend=backend, io="pread", range_bytes=RANGE) for _ in range(2))
+                await entered(gate)
+                weight = await first.weight("token_embd.weight")
+                assert await first.cancel() is True
+                with pytest.raises(ClosedError):
+                    await weight.read()
+                with pytest.raises(JobCancelledError):
+                    await first
+                assert (first.progress.stage, second.progress.stage) == ("cancelled", "stream")
+                gate.go_on.set()
+            async with await second as model:
+                assert (await ggufstream.verify(model)).differing == ()
+
+
+@pytest.mark.asyncio
+async def test_two_concurrent_submissions_are_one_load(path: Path) -> None:
+    async with Loader() as loader:
+        jobs = [loader.submit(path, backend="cpu", range_bytes=RANGE) for _ in range(10)]
+        models = await asyncio.gather(*jobs)
+        assert len({job.load_id for job in jobs}) == 1
+        assert models[0].statistics()["leases"] == 10
+        await asyncio.gather(*(model.aclose() for model in models))
+
+
+# --- the ends of a job ------------------------------------------------------------------------------------------------
+
+
+async def has_model(path: Path, backend: Backend, cancel_at: int) -> bool:
+    """Submit a job, cancel it at that event, and see that it is freed, or that the model is there, and not both."""
+    sink = Recorder()
+    cancelling: list[asyncio.Task[bool]] = []
+
+    def cancel(event: Event) -> None:
+        sink(event)
+        if len(sink.events) == cancel_at:
+            cancelling.append(asyncio.ensure_future(job.cancel()))
+
+    async with Loader() as loader:
+        job = loader.submit(path, backend=backend, range_bytes=RANGE, sinks=[cancel])
+        try:
+            model = await job
+        except JobCancelledError:
+            assert await cancelling[0] is True
+            assert sink.kinds()[-1] is LoadCancelled
+            assert backend.statistics()["live_bytes"] == 0
+            return False
+        assert len(sink.events) <= cancel_at
+        for task in cancelling:
+            assert await task is False
+        await model.aclose()
+        return True
+
+
+@pytest.mark.parametrize("spec", ["cpu", "simulated:discrete-24g", "simulated:igpu-unified", "vulkan"])
+@pytest.mark.asyncio
+async def test_cancel_at_every_event_frees_everything_or_leaves_the_model(path: Path, spec: str) -> None:
+    device, step = ("llvmpipe", 5) if spec == "vulkan" else (None, 1)
+    with open_backend(spec, device=device, validation=spec == "vulkan") as backend:
+        for n in itertools.count(1, step):
+            with nothing_is_left(path, backend):
+                if await has_model(path, backend, cancel_at=n):
+                    break
+        assert n > 40
+
+
+@pytest.mark.asyncio
+async def test_a_model_that_nobody_takes_is_freed(path: Path) -> None:
+    with SimulatedBackend("discrete-24g") as backend, nothing_is_left(path, backend):
+        async with Loader() as loader:
+            cancelled, left = (loader.submit(path, backend=backend, range_bytes=size) for size in (RANGE, 2 * RANGE))
+            await until(lambda: cancelled.progress.stage == left.progress.stage == "ready")
+            assert await cancelled.cancel() is True
+            assert loader.jobs == (left,)
+            with pytest.raises(JobCancelledError):
+                await cancelled
+        with pytest.raises(JobCancelledError):
+            await left
+        assert backend.statistics()["live_bytes"] == 0
+
+
+@pytest.mark.asyncio
+async def test_leaving_the_loader_ends_its_jobs_and_keeps_models_that_were_taken(
+    path: Path, twin: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with SimulatedBackend("discrete-24g") as backend, nothing_is_left(path, backend):
+        with reads_held_at(monkeypatch, 60) as gate:
+            with pytest.raises(ZeroDivisionError):  # not wrapped in a group
+                async with Loader(max_jobs=1) as loader:
+                    model = await loader.submit(twin, backend=backend, io="mmap", range_bytes=RANGE)
+                    running = loader.submit(path, backend=backend, io="pread", range_bytes=RANGE // 2)
+                    queued = loader.submit(path, backend=backend, io="pread", range_bytes=RANGE // 4)
+                    await entered(gate)
+                    asyncio.get_running_loop().call_soon(gate.go_on.set)
+                    1 / 0  # noqa: B018
+        for job in (running, queued):
+            with pytest.raises(JobCancelledError):
+                await job
+            assert await job.cancel() is True
+        assert (await ggufstream.verify(model)).differing == ()
+        await model.aclose()
+
+
+@pytest.mark.parametrize("scope", ["anyio", "task"])
+@pytest.mark.asyncio
+async def test_a_loader_that_is_cancelled_ends_its_jobs(
+    path: Path, scope: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs: list[LoadJob] = []
+    with SimulatedBackend("discrete-24g") as backend, nothing_is_left(path, backend):
+        with reads_held_at(monkeypatch, 5) as gate:
+            cancel_scope = anyio.CancelScope()
+
+            async def serve() -> None:
+                with cancel_scope:
+                    async with Loader() as loader:
+                        jobs.append(loader.submit(path, backend=backend, io="pread", range_bytes=RANGE))
+                        await anyio.sleep_forever()
+
+            task = asyncio.ensure_future(serve())
+            await entered(gate)
+            cancel_scope.cancel() if scope == "anyio" else task.cancel()
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert not task.done()
+            gate.go_on.set()
+            await asyncio.wait([task])
+            assert task.cancelled() == (scope == "task")
+        with pytest.raises(JobCancelledError):
+            await jobs[0]
+
+
+@pytest.mark.asyncio
+async def test_a_file_that_goes_while_its_job_waits(path: Path, twin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with reads_held_at(monkeypatch, 5) as gate:
+        async with Loader(max_jobs=1) as loader:
+            running = loader.submit(path, backend="cpu", io="pread", range_bytes=RANGE)
+            await entered(gate)
+            queued = loader.submit(twin, backend="cpu")
+            await until(lambda: loader.statistics()["queued"] == 1)
+            os.unlink(twin)
+            gate.go_on.set()
+            with pytest.raises(MissingFileError):
+                await queued
+            await (await running).aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_device_that_is_lost_ends_its_loads_and_no_other(path: Path, twin: Path) -> None:
+    """After it the same loader loads on."""
+    lost_error = DeviceLostError("gone", backend="faulty")
+    backend = FaultyBackend(SimulatedBackend("discrete-24g"), {"upload": 3}, errors={"upload": lost_error})
+    async with Loader() as loader:
+        lost = loader.submit(path, backend=backend, range_bytes=RANGE)
+        going = loader.submit(twin, backend="cpu", range_bytes=RANGE)
+        with pytest.raises(DeviceLostError):
+            await lost
+        await (await going).aclose()
+        await (await loader.submit(path, backend="simulated:discrete-24g")).aclose()
+
+
+# --- turns ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_the_highest_priority_goes_first_then_the_oldest(
+    path: Path, twin: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    with reads_held_at(monkeypatch, 5) as gate:
+        async with Loader(max_jobs=1) as loader:
+
+            def submit(name: str, priority: int) -> LoadJob:
+                def sink(event: Event) -> None:
+                    if isinstance(event, HeaderRead):
+                        order.append(name)
+
+                # other chunk sizes, so that no two are the same load
+                return loader.submit(
+                    twin, backend="cpu", chunk_bytes=(1 << 20) + len(loader.jobs), priority=priority, sinks=[sink]
+                )
+
+            running = loader.submit(path, backend="cpu", io="pread", range_bytes=RANGE)
+            await entered(gate)
+            jobs = [submit(name, n) for name, n in [("low", -1), ("a", 0), ("high", 7), ("b", 0), ("gone", 9)]]
+            await until(lambda: loader.statistics()["queued"] == 5)
+            assert await jobs[-1].cancel() is True
+            assert loader.statistics()["queued"] == 4
+            assert loader.statistics()["running"] == 1
+            gate.go_on.set()
+            for job in [running, *jobs[:-1]]:
+                await (await job).aclose()
+            assert order == ["high", "a", "b", "low"]
+            assert loader.statistics()["running"] == 0
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def device_of(nbytes: int) -> SimulatedBackend:
+    """A device with so much memory."""
+    backend = SimulatedBackend("tiny")
+    backend._facts = replace(backend._facts, budget_bytes=nbytes)
+    return backend
+
+
+@pytest.fixture
+def small_device() -> Iterator[Backend]:
+    """Room for one model and a half."""
+    with device_of(2 << 20) as backend:
+        yield backend
+
+
+@pytest.mark.asyncio
+async def test_a_job_waits_for_memory_that_another_holds(path: Path, twin: Path, small_device: Backend) -> None:
+    async with Loader() as loader:
+        model = await loader.submit(path, backend=small_device)
+        seen = Recorder()
+        job = loader.submit(twin, backend=small_device, sinks=[seen])
+        await until(lambda: job.progress.stage == "waiting")
+        assert loader.statistics()["running"] == 0  # its turn goes to others
+        (waiting,) = (event for event in seen.events if isinstance(event, LoadWaiting))
+        assert str(path) in waiting.reason
+        assert waiting.held_by == (f"{path} (load {model.report.load_id})",)
+        assert loader.statistics()["reservations"][0]["holder"] == waiting.held_by[0]
+        refused = loader.submit(twin, backend=small_device, wait=False, range_bytes=RANGE)
+        with pytest.raises(OutOfDeviceMemoryError, match="there is also memory of") as caught:
+            await refused
+        assert caught.value.held_by == waiting.held_by
+        await model.aclose()
+        async with await job as second:
+            assert (await ggufstream.verify(second)).differing == ()
+        assert seen.kinds().count(LoadStarted) == 1
+        assert loader.statistics()["reservations"] == []
+
+
+@pytest.mark.asyncio
+async def test_two_jobs_never_count_on_the_same_bytes(path: Path, twin: Path, small_device: Backend) -> None:
+    """Both are planned before either has allocated anything."""
+    async with Loader() as loader:
+        jobs = [loader.submit(file, backend=small_device, range_bytes=RANGE) for file in (path, twin)]
+        await until(lambda: {"waiting", "ready"} == {job.progress.stage for job in jobs})
+        for job in sorted(jobs, key=lambda job: job.progress.stage):
+            await (await job).aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_job_that_can_never_fit_does_not_wait(path: Path) -> None:
+    with device_of(1000) as backend:
+        async with Loader() as loader:
+            with pytest.raises(OutOfDeviceMemoryError) as caught:
+                await loader.submit(path, backend=backend)
+            assert caught.value.held_by == ()
+
+
+@pytest.mark.asyncio
+async def test_a_waiting_job_can_be_cancelled(path: Path, twin: Path, small_device: Backend) -> None:
+    async with Loader() as loader, await loader.submit(path, backend=small_device):
+        job = loader.submit(twin, backend=small_device)
+        await until(lambda: job.progress.stage == "waiting")
+        assert await job.cancel() is True
+        assert loader.jobs == ()
+
+
+@pytest.mark.asyncio
+async def test_running_loads_share_one_staging_budget(path: Path, twin: Path) -> None:
+    """Pinned memory of both together, idle slabs included, stays within the budget; ranges of both alternate."""
+    limit = 1 << 20
+    backends = [SimulatedBackend("discrete-24g"), SimulatedBackend("discrete-24g")]
+    most = 0
+    order: list[str] = []
+
+    def look(event: Event) -> None:
+        nonlocal most
+        most = max(most, sum(backend.statistics()["staging_bytes"] for backend in backends))
+        if isinstance(event, RangeMoved):
+            order.append(event.load_id)
+
+    async with Loader(staging_bytes=limit) as loader:
+        jobs = [
+            loader.submit(file, backend=backend, io="mmap", range_bytes=128 << 10, workers=8, sinks=[look])
+            for file, backend in zip((path, twin), backends, strict=True)
+        ]
+        for model in await asyncio.gather(*jobs):
+            assert model.report.staging_bytes == limit
+            assert 0 < model.report.staging_peak_bytes <= limit
+            await model.aclose()
+        staging = loader.statistics()["staging"]
+        assert (staging["used_bytes"], staging["waiting"]) == (0, 0)
+        assert staging["peak_bytes"] <= limit
+    assert 0 < most <= limit
+    turns = sum(a != b for a, b in itertools.pairwise(order))
+    assert turns > len(order) // 4
+    for backend in backends:
+        backend.close()
+
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.public_api
+@pytest.mark.asyncio
+async def test_readers_see_the_job_from_the_beginning_to_the_end(path: Path) -> None:
+    async with Loader() as loader:
+        seen = Recorder()
+        job = loader.submit(path, backend="cpu", range_bytes=RANGE, sinks=[seen])
+        events = [event async for event in job.events()]
+        assert [type(event) for event in events if not isinstance(event, Progress)] == [
+            kind for kind in seen.kinds() if kind is not Progress
+        ]
+        done = [event.bytes_done for event in events if isinstance(event, Progress)]
+        assert done == sorted(done)
+        assert done[-1] == job.progress.bytes_total
+        # A late one is told what mattered.
+        late = [type(event) async for event in job.events()]
+        assert late == [LoadStarted, HeaderRead, Planned, Progress, LoadFinished]
+        await (await job).aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_reader_of_a_cancelled_job_ends(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with reads_held_at(monkeypatch, 5) as gate:
+        async with Loader() as loader:
+            job = loader.submit(path, backend="cpu", io="pread", range_bytes=RANGE)
+            reader = job.events()
+            await entered(gate)
+            gate.go_on.set()
+            await job.cancel()
+            assert [event async for event in reader][-1] == LoadCancelled(load_id=job.id)
+
+
+def progress(n: int) -> Progress:
+    return Progress(load_id="x", bytes_done=n, bytes_total=10_000, tensors_done=n, tensors_total=10_000, seconds=1.0)
+
+
+@pytest.mark.asyncio
+async def test_a_slow_reader_gets_the_latest_progress_and_no_backlog() -> None:
+    reader = EventReader([])
+    reader.put(LoadStarted(load_id="x", file="f"))
+    for n in range(10_000):
+        reader.put(progress(n))
+        reader.put(TensorReady(load_id="x", tensor=str(n)))
+    reader.put(LoadCancelled(load_id="x"))
+    waiting = reader.statistics()["waiting"]
+    assert waiting < 300
+    assert reader.statistics()["dropped"] + waiting == 10_000 + 3
+    events = [event async for event in reader]
+    assert isinstance(events[0], LoadStarted)
+    assert [event for event in events if isinstance(event, Progress)] == [progress(9_999)]
+    assert isinstance(events[-1], LoadCancelled)
+    assert [event.tensor for event in events if isinstance(event, TensorReady)] == [str(n) for n in range(256 - 2)]
+
+
+@pytest.mark.asyncio
+async def test_a_reader_that_raises_or_goes_is_nobody_elses_affair(path: Path) -> None:
+    async with Loader() as loader:
+        job = loader.submit(path, backend="cpu", range_bytes=RANGE)
+
+        async def read(stop: int) -> int:
+            n = 0
+            async for _ in job.events():
+                n += 1
+                if n == stop:
+                    raise ZeroDivisionError
+            return n
+
+        failed, seen = await asyncio.gather(read(3), read(-1), return_exceptions=True)
+        assert isinstance(failed, ZeroDivisionError)
+        assert isinstance(seen, int)
+        assert seen > 20
+        await (await job).aclose()
+        del failed
+        assert len(job.statistics()["readers"]) == 0
+
+
+@pytest.mark.asyncio
+async def test_records_keep_what_the_submitter_has_bound(path: Path) -> None:
+    try:
+        with structlog.testing.capture_logs(processors=[structlog.contextvars.merge_contextvars]) as records:
+            async with Loader() as loader:
+                with structlog.contextvars.bound_contextvars(request="r1"):
+                    job = loader.submit(path, backend="cpu")
+                await (await job).aclose()
+    finally:
+        structlog.reset_defaults()
+    assert records
+    assert {record.get("request") for record in records} == {"r1"}
+    assert {record["load_id"] for record in records} == {job.id}
