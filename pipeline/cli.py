@@ -102,6 +102,8 @@ _FLAGS = (
     (re.compile(r"(?<![\w/.-])(backend|io|lazy|select|upload|workers)="), r"--\1 "),
     (re.compile(r"\bpage_cache\b=?"), "--page-cache "),
     (re.compile(r"\bstaging_bytes\b=?"), "--staging "),
+    (re.compile(r"\brow_strategy\b=?"), "--rows "),
+    (re.compile(r"\brow_cache_bytes\b=?"), "--row-cache "),
     (re.compile(r"\bdevice_weights\b(=| (?=has))"), "--weights "),
     (re.compile(r"(?<=with )(a wider )?select\b"), r"\1--select"),
     (re.compile(r"(?<=by )select\b"), "--select"),

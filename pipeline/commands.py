@@ -130,6 +130,10 @@ def _option(flag: str, field: str, *, help: str, default: str | None = None, **m
     return click.option(flag, field, help=text, **more)
 
 
+_rows_option = _option(
+    "--rows", "row_strategy", type=_choice(*get_args(RowStrategy)), help="How rows of tables come out of the file."
+)
+
 _LOADING = (
     _option(
         "--backend",
@@ -156,6 +160,14 @@ _LOADING = (
         "pages (alias).",
     ),
     _option("--lazy", "lazy", type=_choice(*get_args(LazyMode)), help="Which lookup tables stay in the file."),
+    _rows_option,
+    _option(
+        "--row-cache",
+        "row_cache_bytes",
+        metavar="BYTES",
+        help="Most host memory for rows of tables in the file that were read, such as 16M; 0 keeps none.",
+        default=f"{LoadOptions().row_cache_bytes >> 20}M",
+    ),
     _option(
         "--page-cache",
         "page_cache",
@@ -204,6 +216,7 @@ def _settle(
     devices: str | None,
     device_weights: str | None,
     staging_bytes: str | None,
+    row_cache_bytes: str | None,
     overrides: Sequence[str],
     validation: bool,
     **given: Any,
@@ -214,11 +227,15 @@ def _settle(
         raise OptionError("--backend and --devices exclude each other", remedy="Give one of them")
     if device_weights is not None:
         changes["device_weights"] = tuple(_share(text) for text in device_weights.split(","))
-    if staging_bytes is not None:
-        try:
-            changes["staging_bytes"] = parse_bytes(staging_bytes)
-        except OptionError as error:
-            raise OptionError(f"--staging: {error.what}", remedy=error.remedy) from None
+    for flag, name, text in (
+        ("--staging", "staging_bytes", staging_bytes),
+        ("--row-cache", "row_cache_bytes", row_cache_bytes),
+    ):
+        if text is not None:
+            try:
+                changes[name] = parse_bytes(text)
+            except OptionError as error:
+                raise OptionError(f"{flag}: {error.what}", remedy=error.remedy) from None
     if overrides:
         changes["overrides"] = tuple(_override(text) for text in overrides)
     if validation:
@@ -344,7 +361,7 @@ def plan(file: str, *, every_row: bool, as_json: bool, **given: Any) -> None:
 async def _plan(file: str, options: LoadOptions, several: Sequence[str]) -> dict[str, Any]:
     from ggufstream.backends.registry import open_for
     from ggufstream.gguf_file import read_index
-    from ggufstream.plan import make_plan
+    from ggufstream.plan import check_tables, make_plan
     from ggufstream.threads import in_thread
 
     index = await read_index(file)
@@ -353,7 +370,9 @@ async def _plan(file: str, options: LoadOptions, several: Sequence[str]) -> dict
         with ExitStack() as opened:
             names = several or (options.backend,)
             backends = [opened.enter_context(open_for(options.replace(backend=name))[0]) for name in names]
-            return make_plan(index, backends=backends, options=options).to_dict()
+            load_plan = make_plan(index, backends=backends, options=options)
+            check_tables(load_plan, options)
+            return load_plan.to_dict()
 
     return await in_thread(work)
 
@@ -524,7 +543,7 @@ def report(trace: str, *, output: str | None, as_json: bool, log_format: LogForm
 @click.argument("file")
 @click.argument("tensor")
 @click.argument("ids", nargs=-1, required=True)
-@_option("--strategy", "row_strategy", type=_choice(*get_args(RowStrategy)), help="How the rows come out of the file.")
+@_rows_option
 @_option(
     "--page-cache", "page_cache", type=_choice(*get_args(PageCacheMode)), help="What the page cache holds afterwards."
 )

@@ -1217,7 +1217,7 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_rows_on_the_command_line(wide: Path) -> None:
-    done = run("--json", "--strategy", "mapped", wide, TIED, "7,3", "10-12")
+    done = run("--json", "--rows", "mapped", wide, TIED, "7,3", "10-12")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["ids"], found["strategy"], found["shape"]) == ([7, 3, 10, 11, 12], "mapped", [5000, 21 * 32])
@@ -1240,3 +1240,34 @@ def test_usage_errors_on_the_command_line(wide: Path, arguments: tuple[str, ...]
     done = run("--json", wide, *arguments)
     assert done.returncode == 2
     assert says in json.loads(done.stdout)["error"]["message"]
+
+
+def ggufstream_cli(capfd: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, Any]:
+    from ggufstream.cli import main
+
+    code = main([*map(os.fspath, arguments), "--json", "--log-format", "json"])
+    return code, json.loads(capfd.readouterr().out)
+
+
+def test_options_for_rows_on_the_command_line(wide: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = ("--backend", "cpu", "--lazy", "on", "--rows", "pread", "--row-cache", "1M")
+    code, found = ggufstream_cli(capfd, "load", wide, *options)
+    assert code == 0
+    assert {row["tensor"]: (row["strategy"], row["reason"]) for row in found["rows"]}[TABLE] == ("pread", "asked for")
+    assert ggufstream_cli(capfd, "plan", wide, *options)[0] == 0
+    code, found = ggufstream_cli(capfd, "verify", wide, *options)
+    assert (code, found["tables"]) == (0, 2)
+    for wrong, says in ((("--row-cache", "much"), "--row-cache: 'much'"), (("--rows", "fast"), "--rows")):
+        code, found = ggufstream_cli(capfd, "plan", wide, *wrong)
+        assert code == 2
+        assert says in found["error"]["message"]
+
+
+@pytest.mark.parametrize("verb", ["plan", "load"])
+def test_a_table_without_a_decoder_on_the_command_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], verb: str
+) -> None:
+    path = model_file(tmp_path, "IQ2_XXS")
+    code, found = ggufstream_cli(capfd, verb, path, "--backend", "cpu", "--select", "per_layer|output_norm")
+    assert code == 3
+    assert (found["error"]["type"], found["error"]["tensor"]) == ("UnsupportedFileError", TABLE)
