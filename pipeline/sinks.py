@@ -27,8 +27,11 @@ from ggufstream.events import (
     LoadFailed,
     LoadFinished,
     LoadStarted,
+    LoadWaiting,
     Planned,
     Progress,
+    RangeMoved,
+    Sampled,
     TableOpened,
     TensorReady,
 )
@@ -89,7 +92,7 @@ def _flat(prefix: str, value: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 class StructlogSink:
     """One record an event; the last one, ``load_finished``, holds the whole report (the canonical line of a load).
 
-    Progress and ready tensors are at debug level. Records go to structlog where the application has configured it,
+    What is sent for each range or tensor is at debug level, and costs nothing where that is off. Records go to structlog where the application has configured it,
     else to the standard library's logger ``ggufstream``: an application that configured neither sees nothing below
     a warning, and nothing on stdout. Values bound with ``structlog.contextvars`` stay in the records. The end that a
     caller learns from an exception anyway is no alarm here: ``load_failed`` is at debug level, ``load_cancelled`` at
@@ -97,10 +100,19 @@ class StructlogSink:
     """
 
     def __init__(self, logger: Any = None) -> None:
-        self._log = logger if logger is not None else _default_logger()
+        chosen = logger if logger is not None else _default_logger()
+        self._log = chosen.bind()  # structlog's own stand-in would look its settings up for each event
 
     def __call__(self, event: Event, /) -> None:
+        if isinstance(event, Progress | TensorReady | RangeMoved | Sampled) and not self._tells_details():
+            return
         match event:
+            case RangeMoved():
+                self._range_moved(event)
+            case Sampled():
+                self._log.debug("sampled", **_fields(event))
+            case LoadWaiting():
+                self._log.info("load_waiting", **_fields(event))
             case Progress():
                 rate = round(event.bytes_per_second)
                 self._log.debug("progress", **_fields(event), bytes_per_second=rate, seconds_left=event.seconds_left)
@@ -126,6 +138,19 @@ class StructlogSink:
                 self._log.debug("load_failed", **fields, **({} if exit_code is None else {"exit_code": exit_code}))
             case LoadCancelled():
                 self._log.info("load_cancelled", load_id=event.load_id)
+
+    def _tells_details(self) -> bool:
+        # Named by structlog's own filtering logger and by its logger for the standard library; others tell everything.
+        asks = getattr(self._log, "is_enabled_for", None) or getattr(self._log, "isEnabledFor", None)
+        return asks is None or bool(asks(logging.DEBUG))
+
+    def _range_moved(self, event: RangeMoved) -> None:
+        seconds: dict[str, float] = {}
+        for stage in event.stages:
+            key = f"{stage.stage}_seconds"
+            seconds[key] = round(seconds.get(key, 0.0) + stage.ended - stage.started, 6)
+        fields = {"load_id": event.load_id, "range": event.range, "nbytes": event.nbytes, "arena": event.arena}
+        self._log.debug("range_moved", **fields, tensors=len(event.tensors), first_tensor=event.tensors[0], **seconds)
 
     def sink_failed(self, load_id: str, sink: object, error: BaseException) -> None:
         """Record that another sink raised, and gets no more events of this load."""

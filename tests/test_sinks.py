@@ -24,8 +24,13 @@ from ggufstream.events import (
     LoadFailed,
     LoadFinished,
     LoadStarted,
+    LoadWaiting,
     Planned,
     Progress,
+    RangeMoved,
+    Sampled,
+    StageTime,
+    TableOpened,
     TensorReady,
 )
 from ggufstream.sinks import RichProgress, StructlogSink, flatten_report, human_bytes
@@ -78,6 +83,19 @@ def whole_load(end: Event | None = None, *, file: str = "m.gguf", fallbacks: Any
         ArenaGrown(load_id="a1", arena="device", chunk_bytes=64, allocated_bytes=64, planned_bytes=64),
         Progress(load_id="a1", bytes_done=100, bytes_total=100, tensors_done=2, tensors_total=2, seconds=0.5),
         TensorReady(load_id="a1", tensor="t"),
+        RangeMoved(load_id="a1", range=0, nbytes=100, tensors=("t", "u"), arena="device", stages=STAGES),
+        Sampled(
+            load_id="a1",
+            at=3.0,
+            staging_bytes=1,
+            uploads=2,
+            allocated_bytes=3,
+            rss_bytes=4,
+            page_cache_bytes=None,
+            loop_lag_seconds=0.001,
+        ),
+        TableOpened(load_id="a1", tensor="t", strategy="pread", reason="asked for"),
+        LoadWaiting(load_id="a1", reason="no room", held_by=("b",)),
         LoadFinished(load_id="a1", report=REPORT) if end is None else end,
     ]
 
@@ -88,6 +106,13 @@ def records() -> Iterator[list[dict[str, Any]]]:
     with structlog.testing.capture_logs(processors=[structlog.contextvars.merge_contextvars]) as captured:
         yield captured  # type: ignore[misc] # structlog types a record as MutableMapping
     structlog.reset_defaults()
+
+
+STAGES = (
+    StageTime("read", "w", 1.0, 1.5),
+    StageTime("read", "w", 2.0, 2.25),
+    StageTime("repack", "w", 2.5, 3.5),
+)
 
 
 def send(sink: StructlogSink, events: list[Event]) -> None:
@@ -106,9 +131,40 @@ def test_each_event_is_one_record(records: list[dict[str, Any]]) -> None:
         ("arena_grown", "info"),
         ("progress", "debug"),
         ("tensor_ready", "debug"),
+        ("range_moved", "debug"),
+        ("sampled", "debug"),
+        ("table_opened", "info"),
+        ("load_waiting", "info"),
         ("load_finished", "info"),
     ]
     assert {record["load_id"] for record in records} == {"a1"}
+    (moved,) = (record for record in records if record["event"] == "range_moved")
+    assert (moved["nbytes"], moved["read_seconds"], moved["repack_seconds"]) == (100, 0.75, 1.0)
+    kinds = {type(event) for event in whole_load()} | {LoadFailed, LoadCancelled}
+    assert kinds == set(Event.__subclasses__())
+
+
+@pytest.mark.parametrize("way", ["filtered", "standard"])
+def test_details_are_not_even_put_together_where_nobody_wants_them(
+    way: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = structlog.wrap_logger(
+        structlog.testing.CapturingLogger(), wrapper_class=structlog.make_filtering_bound_logger(logging.INFO)
+    )
+    caplog.set_level(logging.INFO, logger="ggufstream")
+    sink = StructlogSink(logger if way == "filtered" else None)
+    details = [event for event in whole_load() if isinstance(event, Progress | TensorReady | RangeMoved | Sampled)]
+
+    def fail(event: Event) -> dict[str, Any]:
+        raise AssertionError
+
+    monkeypatch.setattr("ggufstream.sinks._fields", fail)
+    send(sink, details)
+    assert len(details) == 4
+    caplog.set_level(logging.DEBUG, logger="ggufstream")
+    if way == "standard":
+        with pytest.raises(AssertionError):
+            send(sink, details)
 
 
 def test_canonical_line_is_flat_and_numeric() -> None:
