@@ -31,27 +31,26 @@ _IQ4 = np.array(
 )
 """The sixteen levels of IQ4_NL and IQ4_XS."""
 
-_ONE = np.float32(1)
-
 _E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 """Twice the values of the four-bit float E2M1 (OCP Microscaling Formats 1.0); the scales carry the other half."""
 
 
 class _Parts(NamedTuple):
-    """What the elements of some blocks are made of: ``scale * values + offset``, in this order and in float32."""
+    """What the elements of some blocks are made of: ``scale * values + offset``, in float32 and this order."""
 
     scale: _Floats
     """Shape ``(n, g)``: one for each of ``g`` equal groups of the elements."""
-    values: _Floats
-    """Shape ``(n, elements)``."""
+    values: npt.NDArray[Any]
+    """Shape ``(n, elements)``; bytes, signed or not, or float32."""
     offset: _Floats | None = None
     """As ``scale``."""
 
     def write(self, out: _Floats) -> None:
+        # Every step but the first is in place: new memory for a piece costs as much as the arithmetic.
+        np.copyto(out.reshape(self.values.shape), self.values)
         n, groups = self.scale.shape
-        size = self.values.shape[1] // groups
-        grouped = out.reshape(n, groups, size)
-        np.multiply(self.scale[:, :, None], self.values.reshape(n, groups, size), out=grouped)
+        grouped = out.reshape(n, groups, self.values.shape[1] // groups)
+        np.multiply(grouped, self.scale[:, :, None], out=grouped)
         if self.offset is not None:
             np.add(grouped, self.offset[:, :, None], out=grouped)
 
@@ -90,7 +89,7 @@ def decode(ggml_type: GGMLType, blocks: Bytes, out: _Floats | None = None) -> _F
     with np.errstate(invalid="ignore", over="ignore"):
         parts = decoder(blocks.view(ggml_type.block_dtype))
         if out is None:
-            out = parts.values.reshape(-1)  # in place
+            out = np.empty(parts.values.size, np.float32)
         parts.write(out)
         return out
 
@@ -123,6 +122,13 @@ def _bit_fields(packed: npt.NDArray[np.uint8], width: int, run: int) -> npt.NDAr
     return values.reshape(n, size * fields)
 
 
+def _signed(codes: npt.NDArray[np.integer[Any]], minus: int) -> npt.NDArray[np.int8]:
+    """Codes less a constant, in place: as whole numbers, of which each takes a quarter of a float's memory."""
+    signed = codes.view(np.int8)
+    signed -= np.int8(minus)
+    return signed
+
+
 def _floats(codes: npt.NDArray[np.integer[Any]], minus: int = 0) -> _Floats:
     values = codes.astype(np.float32)
     if minus:
@@ -134,11 +140,11 @@ def _floats(codes: npt.NDArray[np.integer[Any]], minus: int = 0) -> _Floats:
 
 
 def _q4_0(b: _Blocks) -> _Parts:
-    return _Parts(_half(b, "d"), _floats(_bit_fields(_bytes(b, "qs"), 4, 16), minus=8))
+    return _Parts(_half(b, "d"), _signed(_bit_fields(_bytes(b, "qs"), 4, 16), 8))
 
 
 def _q4_1(b: _Blocks) -> _Parts:
-    return _Parts(_half(b, "d"), _floats(_bit_fields(_bytes(b, "qs"), 4, 16)), _half(b, "m"))
+    return _Parts(_half(b, "d"), _bit_fields(_bytes(b, "qs"), 4, 16), offset=_half(b, "m"))
 
 
 def _q5_codes(b: _Blocks) -> npt.NDArray[np.integer[Any]]:
@@ -146,15 +152,15 @@ def _q5_codes(b: _Blocks) -> npt.NDArray[np.integer[Any]]:
 
 
 def _q5_0(b: _Blocks) -> _Parts:
-    return _Parts(_half(b, "d"), _floats(_q5_codes(b), minus=16))
+    return _Parts(_half(b, "d"), _signed(_q5_codes(b), 16))
 
 
 def _q5_1(b: _Blocks) -> _Parts:
-    return _Parts(_half(b, "d"), _floats(_q5_codes(b)), _half(b, "m"))
+    return _Parts(_half(b, "d"), _q5_codes(b), offset=_half(b, "m"))
 
 
 def _q8_0(b: _Blocks) -> _Parts:
-    return _Parts(_half(b, "d"), _bytes(b, "qs").view(np.int8).astype(np.float32))
+    return _Parts(_half(b, "d"), _bytes(b, "qs").view(np.int8))
 
 
 def _iq4_nl(b: _Blocks) -> _Parts:
@@ -184,11 +190,11 @@ def _nvfp4(b: _Blocks) -> _Parts:
 
 
 def _q1_0(b: _Blocks) -> _Parts:
-    return _Parts(_half(b, "d"), np.where(_bit_fields(_bytes(b, "qs"), 1, 1) != 0, _ONE, -_ONE))
+    return _Parts(_half(b, "d"), _signed(_bit_fields(_bytes(b, "qs"), 1, 1) << 1, 1))
 
 
 def _q2_0(b: _Blocks) -> _Parts:
-    return _Parts(_half(b, "d"), _floats(_bit_fields(_bytes(b, "qs"), 2, 1), minus=1))
+    return _Parts(_half(b, "d"), _signed(_bit_fields(_bytes(b, "qs"), 2, 1), 1))
 
 
 def _tq1_0(b: _Blocks) -> _Parts:
@@ -199,11 +205,11 @@ def _tq1_0(b: _Blocks) -> _Parts:
         powers = (3 ** np.arange(count)).astype(np.uint8)
         digits.append((part[:, None, :] * powers[:, None]).reshape(b.size, count * part.shape[1]))
     codes = (np.concatenate(digits, axis=1).astype(np.uint16) * 3 >> 8).astype(np.uint8)
-    return _Parts(_half(b, "d"), _floats(codes, minus=1))
+    return _Parts(_half(b, "d"), _signed(codes, 1))
 
 
 def _tq2_0(b: _Blocks) -> _Parts:
-    return _Parts(_half(b, "d"), _floats(_bit_fields(_bytes(b, "qs"), 2, 32), minus=1))
+    return _Parts(_half(b, "d"), _signed(_bit_fields(_bytes(b, "qs"), 2, 32), 1))
 
 
 # Super-blocks of 256: a scale of scales.
@@ -213,7 +219,7 @@ def _q2_k(b: _Blocks) -> _Parts:
     packed = _bytes(b, "scales")
     scale = _half(b, "d") * _floats(packed & 15)
     minimum = _half(b, "dmin") * _floats(packed >> 4)
-    return _Parts(scale, _floats(_bit_fields(_bytes(b, "qs"), 2, 32)), -minimum)
+    return _Parts(scale, _bit_fields(_bytes(b, "qs"), 2, 32), offset=-minimum)
 
 
 def _q3_k(b: _Blocks) -> _Parts:
@@ -222,7 +228,7 @@ def _q3_k(b: _Blocks) -> _Parts:
     six = _bit_fields(packed[:, :8], 4, 8) | _bit_fields(packed[:, 8:], 2, 4) << 4
     scale = _half(b, "d") * _floats(six, minus=32)
     codes = _bit_fields(_bytes(b, "qs"), 2, 32) | _bit_fields(_bytes(b, "hmask"), 1, 32) << 2
-    return _Parts(scale, _floats(codes, minus=4))
+    return _Parts(scale, _signed(codes, 4))
 
 
 def _k4_scales(b: _Blocks) -> tuple[_Floats, _Floats]:
@@ -239,19 +245,19 @@ def _k4_scales(b: _Blocks) -> tuple[_Floats, _Floats]:
 
 def _q4_k(b: _Blocks) -> _Parts:
     scale, minimum = _k4_scales(b)
-    return _Parts(scale, _floats(_bit_fields(_bytes(b, "qs"), 4, 32)), -minimum)
+    return _Parts(scale, _bit_fields(_bytes(b, "qs"), 4, 32), offset=-minimum)
 
 
 def _q5_k(b: _Blocks) -> _Parts:
     scale, minimum = _k4_scales(b)
     codes = _bit_fields(_bytes(b, "qs"), 4, 32) | _bit_fields(_bytes(b, "qh"), 1, 32) << 4
-    return _Parts(scale, _floats(codes), -minimum)
+    return _Parts(scale, codes, offset=-minimum)
 
 
 def _q6_k(b: _Blocks) -> _Parts:
     codes = _bit_fields(_bytes(b, "ql"), 4, 64) | _bit_fields(_bytes(b, "qh"), 2, 32) << 4
     scale = _half(b, "d") * _bytes(b, "scales").view(np.int8).astype(np.float32)
-    return _Parts(scale, _floats(codes, minus=32))
+    return _Parts(scale, _signed(codes, 32))
 
 
 def _iq4_xs(b: _Blocks) -> _Parts:

@@ -233,6 +233,9 @@ class Weight:
         ``into`` leaves them on a device. If the table lies there, too, the device decodes them itself, and nothing
         crosses the bus; else they are decoded here and uploaded.
 
+        Once the file was cut or written to, rows that are not in the cache raise, even where they lie within what is
+        left: both change its time stamp, so nothing tells that their bytes are still those that were loaded.
+
         Args:
             ids: Row numbers: any whole numbers of any shape, repeated, in any order.
             into: One of ``model.backends``, or its index.

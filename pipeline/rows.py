@@ -175,14 +175,15 @@ class RowTable:
             mine.done.set()
 
     def decode(self, blocks: npt.NDArray[np.uint8], first: int, request: Request) -> None:
-        """Decode rows ``first`` and on of a request into its result, in several threads where there are many."""
+        """Decode distinct rows ``first`` and on of a request into its result, in several threads where there are many."""
         step = max(1, _PIECE_BYTES // max(self._row_bytes, 1))
+        rows = request.in_place_order(first, len(blocks))
 
         def work(starts: Iterator[int]) -> None:
             for start in starts:
-                request.decode(self.source.type, blocks, first, start, min(start + step, len(blocks)))
+                request.decode(self.source.type, blocks, first, rows[start : start + step])
 
-        self._readers.share(work, range(0, len(blocks), step), threads=self._decoders)
+        self._readers.share(work, range(0, rows.size, step), threads=self._decoders)
 
     def asked(self, rows: int) -> None:
         """Count rows that were asked for."""
@@ -231,11 +232,6 @@ class Request:
         np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
         self._unique = ordered[is_first]
         self._starts = np.append(np.flatnonzero(is_first), flat.size)
-        self._which = np.cumsum(is_first) - 1
-        self._ranks: npt.NDArray[np.int64] | None = None
-        if self._unique.size == flat.size:
-            self._ranks = np.empty_like(self._order)
-            self._ranks[self._order] = self._which
         self._prefetch = prefetch
         if values is None:
             values = np.empty((0 if prefetch else flat.size, table.tensor.row_elements), np.float32)
@@ -266,24 +262,32 @@ class Request:
             self._table.decode(blocks, start, self)
         self._done += batch.size
 
-    def decode(self, kind: GGMLType, blocks: npt.NDArray[np.uint8], first: int, start: int, stop: int) -> None:
-        """Decode part of a batch: as many rows as ``start`` to ``stop`` are, wherever they were asked for.
+    def in_place_order(self, first: int, count: int) -> Ids:
+        """Distinct rows, counted from ``first``, in the order of their places: first those that are wanted once."""
+        starts = self._starts[first : first + count]
+        repeated = self._starts[first + 1 : first + count + 1] - starts > 1
+        return np.lexsort((self._order[starts], repeated))
+
+    def decode(self, kind: GGMLType, blocks: npt.NDArray[np.uint8], first: int, rows: Ids) -> None:
+        """Decode some rows of a batch to wherever they were asked for.
 
         Args:
             kind: Type of the blocks.
             blocks: All rows of the batch.
-            first: Number of its first row among the distinct ones.
-            start: Of the part. All parts together are the batch.
-            stop: Its end.
+            first: Its first row among the distinct ones.
+            rows: Some of them, in the order of their places.
         """
-        if self._ranks is not None and len(blocks) == len(self._values):  # all rows, each once: forwards, in place
-            part = np.take(blocks, self._ranks[start:stop], axis=0)  # lets other threads run, as an index does not
-            decode(kind, part.reshape(-1), self._values[start:stop].reshape(-1))
+        some = np.take(blocks, rows, axis=0).reshape(-1)  # lets other threads run, as an index does not
+        starts = self._starts[first + rows]
+        counts = self._starts[first + rows + 1] - starts
+        places = self._order[starts]
+        if counts[-1] == 1 and places[-1] - places[0] == rows.size - 1:  # forwards, and nothing between them
+            decode(kind, some, self._values[places[0] : places[-1] + 1].reshape(-1))
             return
-        values = decode(kind, blocks[start:stop].reshape(-1)).reshape(stop - start, -1)
-        span = slice(self._starts[first + start], self._starts[first + stop])
-        places = self._order[span]
-        self._values[places] = values[self._which[span] - first - start]
+        values = decode(kind, some).reshape(rows.size, -1)
+        which = np.repeat(np.arange(rows.size), counts)
+        nth = np.arange(which.size) - np.repeat(np.cumsum(counts) - counts, counts)
+        self._values[self._order[starts[which] + nth]] = values[which]
 
     @property
     def result(self) -> npt.NDArray[np.float32]:
