@@ -17,7 +17,7 @@ from ggufstream.pages import PAGE, evict
 from ggufstream.row_cache import Ids
 from ggufstream.row_reads import Readers, Runs, merge
 
-__all__ = ["BATCH_BYTES", "Table"]
+__all__ = ["BATCH_BYTES", "TableFile"]
 
 BATCH_BYTES = 16 << 20
 """File bytes, in whole pages, that one fetch may touch: bounds scratch memory, and what is resident meanwhile."""
@@ -28,7 +28,7 @@ _MANY_STRETCHES = 1024
 """and that are evicted when a table is opened."""
 
 
-class Table:
+class TableFile:
     """What all ways to read one table share.
 
     Args:

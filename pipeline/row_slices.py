@@ -21,7 +21,7 @@ from ggufstream.gguf_layout import TensorInfo
 from ggufstream.layouts import Bytes
 from ggufstream.pages import MADV_POPULATE_READ, PAGE
 from ggufstream.row_cache import Ids
-from ggufstream.row_files import Table
+from ggufstream.row_files import TableFile
 from ggufstream.row_reads import Runs, advise_runs, merge
 from ggufstream.row_sources import RowSource
 
@@ -47,7 +47,7 @@ class SliceRows(RowSource):
         *,
         visible: bool,
         backend: Backend | None,
-        mapped: Table | None,
+        mapped: TableFile | None,
         reason: str,
     ) -> None:
         super().__init__(tensor.type if visible else BY_NAME["F32"])
@@ -104,7 +104,7 @@ class SliceRows(RowSource):
                     raise
                 rows = -(-rows // 8)
 
-    def _populate(self, ids: Ids, table: Table) -> None:
+    def _populate(self, ids: Ids, table: TableFile) -> None:
         """Have the pages resident: reading them is then no signal, even if the file was cut."""
         for part, rows, _ in rows_by_slice(self._slices, ids):
             view = _view(part.chunk)

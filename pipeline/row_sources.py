@@ -1,4 +1,4 @@
-"""Rows of a table that stays in the file: ways to have many of them at once, and the choice between them.
+"""Rows of a table that stays in the file: ways to have many of them at once.
 
 Every way gives the bytes as they are in the file, leaves the page cache as the caller wants it, and compares the file
 with what its header was read from: bytes of a file that was written to meanwhile are an error, never a result. A file
@@ -11,10 +11,9 @@ import errno
 import mmap
 import os
 import threading
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -25,15 +24,12 @@ from ggufstream.errors import TruncatedFileError, UnreadableFileError
 from ggufstream.file_bytes import read_error, read_exactly
 from ggufstream.ggml_types import GGMLType
 from ggufstream.layouts import Bytes, Extent, Raw
-from ggufstream.options import RowStrategy
-from ggufstream.pages import MADV_DONTNEED, MADV_POPULATE_READ, PAGE, advise, filesystem_type, page_span
-from ggufstream.read import NETWORK
-from ggufstream.row_aio import AsyncReads
+from ggufstream.pages import MADV_DONTNEED, MADV_POPULATE_READ, PAGE, advise, page_span
 from ggufstream.row_cache import Ids
-from ggufstream.row_files import BATCH_BYTES, Table
-from ggufstream.row_reads import MADV_RANDOM, MADV_WILLNEED, Runs, advise_runs, gather
+from ggufstream.row_files import BATCH_BYTES, TableFile
+from ggufstream.row_reads import MADV_RANDOM, MADV_WILLNEED, AsyncReads, Runs, advise_runs, gather
 
-__all__ = ["DeviceReadRows", "FileRows", "RowSource", "open_rows"]
+__all__ = ["DeviceReadRows", "DirectRows", "FileRows", "MappedRows", "PreadRows", "RowSource"]
 
 _SCRATCH = 2
 """Pieces of scratch memory that are kept for the next fetch."""
@@ -89,7 +85,7 @@ class RowSource(ABC):
 class FileRows(RowSource):
     """Rows out of the file."""
 
-    def __init__(self, table: Table, reason: str) -> None:
+    def __init__(self, table: TableFile, reason: str) -> None:
         super().__init__(table.tensor.type)
         self.table = table
         self.reason = reason
@@ -100,7 +96,7 @@ class PreadRows(FileRows):
 
     strategy = "pread"
 
-    def __init__(self, table: Table, reason: str) -> None:
+    def __init__(self, table: TableFile, reason: str) -> None:
         super().__init__(table, reason)
         self._descriptor = table.reopen()
         # The kernel keeps this advice for all that the descriptor reads: it is the table's own.
@@ -167,7 +163,7 @@ class DirectRows(PreadRows):
 
     strategy = "direct"
 
-    def __init__(self, table: Table, reason: str) -> None:
+    def __init__(self, table: TableFile, reason: str) -> None:
         super().__init__(table, reason)
         self._direct = -1
         self._scratch: list[Bytes] = []
@@ -250,7 +246,7 @@ class MappedRows(FileRows):
 
     strategy = "mapped"
 
-    def __init__(self, table: Table, reason: str) -> None:
+    def __init__(self, table: TableFile, reason: str) -> None:
         super().__init__(table, reason)
         tensor = table.tensor
         first, _ = page_span(tensor.offset, tensor.nbytes)
@@ -338,7 +334,7 @@ class DeviceReadRows(MappedRows):
 
     strategy = "device-read"
 
-    def __init__(self, table: Table, backend: Backend) -> None:
+    def __init__(self, table: TableFile, backend: Backend) -> None:
         super().__init__(table, f"{backend.capabilities.device} reads the file's pages")
         assert self._bytes is not None
         self.backend = backend
@@ -360,63 +356,3 @@ class DeviceReadRows(MappedRows):
     def close(self) -> None:
         self._pages.close()
         super().close()
-
-
-_WAYS: dict[str, type[FileRows]] = {"mapped": MappedRows, "pread": PreadRows, "direct": DirectRows}
-
-_FEW_ROWS = 256
-_ROUNDS = (8, 64)
-_ROUND_SECONDS = 0.003
-
-
-def may_map(table: Table, asked: RowStrategy) -> bool:
-    """Whether the table's pages may be mapped: on network file systems only if that is asked for."""
-    network = filesystem_type(table.shard.identity.device).startswith(NETWORK)
-    return asked == "mapped" or (asked == "auto" and not network)
-
-
-def open_rows(table: Table, asked: RowStrategy) -> FileRows:
-    """Open a table in the way asked for, or in the one that a short measurement finds fastest.
-
-    Raises:
-        FileError: The file cannot be opened, mapped or read any more.
-    """
-    if asked != "auto":
-        return _WAYS[asked](table, "asked for")
-    if not may_map(table, asked):
-        kind = filesystem_type(table.shard.identity.device)
-        return PreadRows(table, f"{kind} is a network file system and is never mapped")
-    if table.tensor.rows < _FEW_ROWS:
-        return PreadRows(table, f"{table.tensor.rows} rows are too few to measure")
-    with ExitStack() as others:
-        ways: dict[str, FileRows] = {}
-        for kind_of_rows in _WAYS.values():
-            try:
-                way = kind_of_rows(table, "")
-            except UnreadableFileError:  # some FUSE file systems map nothing
-                continue
-            others.callback(way.close)
-            ways.setdefault(way.strategy, way)
-        table.readers.start()
-        seconds, count = _measure(table, list(ways.values()))
-        told = ", ".join(f"{name} {s * 1e3:.2f} ms" for name, s in zip(ways, seconds, strict=True))
-        best = list(ways.values())[seconds.index(min(seconds))]
-        strategy = best.strategy
-    return _WAYS[strategy](table, f"fastest for {count} random rows: {told}")
-
-
-def _measure(table: Table, ways: Sequence[FileRows]) -> tuple[list[float], int]:
-    """Seconds of each way for random rows, other ones for each; fewer where the disk is slow."""
-    seconds: list[float] = []
-    count = 0
-    for count in _ROUNDS:
-        seconds = []
-        for i, way in enumerate(ways):
-            # The golden ratio's multiples lie apart and in no order; numpy's generators take longer to import.
-            ids = np.unique((np.arange(count, dtype=np.int64) * len(ways) + i + 1) * 2_654_435_761 % table.tensor.rows)
-            started = time.perf_counter()
-            way.fetch(ids)
-            seconds.append(time.perf_counter() - started)
-        if min(seconds) > _ROUND_SECONDS:
-            break
-    return seconds, count

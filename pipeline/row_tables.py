@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -14,21 +15,22 @@ import numpy.typing as npt
 from ggufstream.backends.arena import Arena
 from ggufstream.backends.base import Backend, Capabilities, Slice
 from ggufstream.backends.decode import DECODABLE
-from ggufstream.errors import OptionError
+from ggufstream.errors import OptionError, UnreadableFileError
 from ggufstream.gguf_file import Shard
 from ggufstream.gguf_layout import TensorInfo
 from ggufstream.options import Intent, PageCacheMode, Placement, RowStrategy
-from ggufstream.pages import Residency, page_span
+from ggufstream.pages import Residency, filesystem_type, page_span
 from ggufstream.placements import slice_limit
 from ggufstream.plan import LoadPlan, PlanEntry
+from ggufstream.read import NETWORK
 from ggufstream.report import RowsReport
-from ggufstream.row_files import Table
+from ggufstream.row_files import TableFile
 from ggufstream.row_reads import READERS, Readers
 from ggufstream.row_slices import SliceRows
-from ggufstream.row_sources import DeviceReadRows, RowSource, may_map, open_rows
+from ggufstream.row_sources import DeviceReadRows, DirectRows, FileRows, MappedRows, PreadRows, RowSource
 from ggufstream.rows import RowTable
 
-__all__ = ["RowTables", "slices_of"]
+__all__ = ["RowTables", "open_rows", "slices_of"]
 
 
 def slices_of(entry: PlanEntry, arenas: Mapping[str, Arena]) -> tuple[Slice, ...]:
@@ -148,7 +150,7 @@ class RowTables:
                 source: RowSource = open_rows(table, self._strategy)
                 undo.callback(source.close)
                 for facts, backend in zip(self._plan.devices, self._backends, strict=True):
-                    if _reads_pages(entry.tensor, facts) and may_map(table, self._strategy):
+                    if _reads_pages(entry.tensor, facts) and _may_map(table, self._strategy):
                         gathering.append(DeviceReadRows(table, backend))
                         undo.callback(gathering[-1].close)
             else:
@@ -186,9 +188,9 @@ class RowTables:
             reason=reason,
         )
 
-    def _table(self, entry: PlanEntry) -> Table:
+    def _table(self, entry: PlanEntry) -> TableFile:
         tensor = entry.tensor
-        return Table(
+        return TableFile(
             tensor,
             self._shards[tensor.shard],
             self._descriptors[tensor.shard],
@@ -207,6 +209,66 @@ class RowTables:
                 return np.broadcast_to(np.False_, last - first)
             case _:
                 return self._residency[tensor.shard].pages[first:last].copy()
+
+
+_WAYS: dict[str, type[FileRows]] = {"mapped": MappedRows, "pread": PreadRows, "direct": DirectRows}
+
+_FEW_ROWS = 256
+_ROUNDS = (8, 64)
+_ROUND_SECONDS = 0.003
+
+
+def _may_map(table: TableFile, asked: RowStrategy) -> bool:
+    """Whether the table's pages may be mapped: on network file systems only if that is asked for."""
+    network = filesystem_type(table.shard.identity.device).startswith(NETWORK)
+    return asked == "mapped" or (asked == "auto" and not network)
+
+
+def open_rows(table: TableFile, asked: RowStrategy) -> FileRows:
+    """Open a table in the way asked for, or in the one that a short measurement finds fastest.
+
+    Raises:
+        FileError: The file cannot be opened, mapped or read any more.
+    """
+    if asked != "auto":
+        return _WAYS[asked](table, "asked for")
+    if not _may_map(table, asked):
+        kind = filesystem_type(table.shard.identity.device)
+        return PreadRows(table, f"{kind} is a network file system and is never mapped")
+    if table.tensor.rows < _FEW_ROWS:
+        return PreadRows(table, f"{table.tensor.rows} rows are too few to measure")
+    with ExitStack() as others:
+        ways: dict[str, FileRows] = {}
+        for kind_of_rows in _WAYS.values():
+            try:
+                way = kind_of_rows(table, "")
+            except UnreadableFileError:  # some FUSE file systems map nothing
+                continue
+            others.callback(way.close)
+            ways.setdefault(way.strategy, way)
+        table.readers.start()
+        seconds, count = _measure(table, list(ways.values()))
+        told = ", ".join(f"{name} {s * 1e3:.2f} ms" for name, s in zip(ways, seconds, strict=True))
+        best = list(ways.values())[seconds.index(min(seconds))]
+        strategy = best.strategy
+    return _WAYS[strategy](table, f"fastest for {count} random rows: {told}")
+
+
+def _measure(table: TableFile, ways: Sequence[FileRows]) -> tuple[list[float], int]:
+    """Seconds of each way for random rows, other ones for each; fewer where the disk is slow."""
+    seconds: list[float] = []
+    count = 0
+    for count in _ROUNDS:
+        seconds = []
+        for i, way in enumerate(ways):
+            # The golden ratio's multiples lie apart and in no order; numpy's generators take longer to import.
+            ids = np.unique((np.arange(count, dtype=np.int64) * len(ways) + i + 1) * 2_654_435_761 % table.tensor.rows)
+            started = time.perf_counter()
+            way.fetch(ids)
+            seconds.append(time.perf_counter() - started)
+        if min(seconds) > _ROUND_SECONDS:
+            break
+    return seconds, count
 
 
 def _reads_pages(tensor: TensorInfo, facts: Capabilities) -> bool:

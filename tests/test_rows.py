@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ggufstream
-from ggufstream import device_rows, row_sources
+from ggufstream import device_rows, row_sources, row_tables
 from ggufstream.backends.base import Chunk
 from ggufstream.backends.cpu import CpuBackend
 from ggufstream.backends.decode import DECODABLE, decode
@@ -47,12 +47,12 @@ from ggufstream.gguf_layout import TensorInfo
 from ggufstream.layouts import F32, X8, Layout, Planar, Raw
 from ggufstream.options import Intent
 from ggufstream.pages import PAGE, Residency, page_span
-from ggufstream.row_aio import AsyncReads
 from ggufstream.row_cache import Ids, RowCache
-from ggufstream.row_files import Table
-from ggufstream.row_reads import Readers, merge
+from ggufstream.row_files import TableFile
+from ggufstream.row_reads import AsyncReads, Readers, merge
 from ggufstream.row_slices import SliceRows
-from ggufstream.row_sources import RowSource, open_rows
+from ggufstream.row_sources import RowSource
+from ggufstream.row_tables import open_rows
 from ggufstream.rows import RowTable
 from tests.gguf_builder import Tensor, build, u32
 from tests.small_models import TensorSpec, write_model
@@ -138,7 +138,7 @@ def table_of(
     first, last = page_span(tensor.offset, tensor.nbytes)
     kept = None if keeps is None else np.broadcast_to(keeps, last - first)
     try:
-        files = Table(tensor, index.shards[tensor.shard], descriptor, readers=readers, kept=kept)
+        files = TableFile(tensor, index.shards[tensor.shard], descriptor, readers=readers, kept=kept)
         source = open_rows(files, strategy)  # type: ignore[arg-type]
         table = RowTable(tensor, source, readers=readers, cache_bytes=cache_bytes, decoders=2)
         yield table
@@ -387,7 +387,7 @@ def test_auto_measures_and_says_so(wide: Path) -> None:
 
 
 def test_a_network_file_system_is_never_mapped(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_sources, "filesystem_type", lambda device: "nfs4")
+    monkeypatch.setattr(row_tables, "filesystem_type", lambda device: "nfs4")
     monkeypatch.setattr(row_sources.mmap, "mmap", lambda *args, **kwargs: pytest.fail("mapped"))
     with table_of(wide, "auto") as table:
         assert table.source.strategy == "pread"
