@@ -117,7 +117,8 @@ class Stream:
         self._sampled_at = 0.0
         self._feeding = True
         # Growing, settling and releasing have a thread each, and one is to spare.
-        self._threads = ThreadPoolExecutor(self.workers + 4, thread_name_prefix="ggufstream")
+        self._threads_total = self.workers + 4
+        self._threads = ThreadPoolExecutor(self._threads_total, thread_name_prefix="ggufstream")
         self._bytes_done = 0
         self._bytes_total = plan.stream_bytes
         self._left = {i: entry.tensor.nbytes for i, entry in enumerate(plan.entries) if entry.slices}
@@ -135,6 +136,7 @@ class Stream:
         """
         self._started = time.perf_counter()
         try:
+            await in_thread(self._start_threads)
             async with anyio.create_task_group() as tasks:
                 send_range, ranges = anyio.create_memory_object_stream[Range](0)
                 send_packed, packed = anyio.create_memory_object_stream[Range](self.workers)
@@ -156,6 +158,21 @@ class Stream:
                 self._budget.release(sum(self._charged.values()) + self._spare)
                 self._charged.clear()
                 self._spare = 0
+
+    def _start_threads(self) -> None:
+        """Start all threads now: an executor would start them in ``submit``, where the event loop waits until each runs.
+
+        Raises:
+            RuntimeError: The system gives no more threads.
+        """
+        barrier = threading.Barrier(self._threads_total)
+        try:
+            started = [self._threads.submit(barrier.wait) for _ in range(self._threads_total)]
+        except BaseException:
+            barrier.abort()
+            raise
+        for thread in started:
+            thread.result()
 
     def _close(self) -> None:
         """Wait for whatever is in flight and give all memory back, however the stream ended."""
