@@ -603,6 +603,7 @@ asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3])))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_hundred_thousand_random_rows_leave_memory_as_it_was(gemma_path: Path, tmp_path: Path, strategy: str) -> None:
     own = tmp_path / "gemma.gguf"  # so that nothing else reads it meanwhile
@@ -1109,6 +1110,7 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "backend", "name"),
     [
@@ -1216,6 +1218,7 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", stdin=subprocess.DEVNULL)
 
 
+@pytest.mark.slow
 def test_rows_on_the_command_line(wide: Path) -> None:
     done = run("--json", "--rows", "mapped", wide, TIED, "7,3", "10-12")
     assert done.returncode == 0, done.stderr
