@@ -29,7 +29,7 @@ from ggufstream.events import (
     TensorReady,
 )
 from ggufstream.execution import Execution
-from ggufstream.gguf_file import FileIdentity
+from ggufstream.gguf_file import FileIdentity, FileIndex
 from ggufstream.model import Model, Weight
 from ggufstream.options import LoadOptions
 from ggufstream.plan import LoadPlan
@@ -202,6 +202,11 @@ class LoadJob:
         """Bytes and tensors on the device, rate, estimated time left, and stage."""
         progress = _queued(self.id) if self.load is None else self.load.progress
         return replace(progress, stage="cancelled") if self._cancelling is not None else progress
+
+    @property
+    def index(self) -> FileIndex | None:
+        """What the header says, once it is read: metadata, tensors, shards."""
+        return None if self.load is None or self.load.execution is None else self.load.execution.index
 
     @property
     def plan(self) -> LoadPlan | None:
