@@ -149,7 +149,7 @@ async def test_families_are_as_in_llama_cpp(tmp_path: Path, family: str, within:
 
 
 REAL = ["SmolLM2-135M-Instruct.Q4_1", "gemma-3-270m-q4_k_m"]
-SHORTEST = int(os.environ.get("LOGITS_PROMPTS", "4"))
+SHORTEST = int(os.environ.get("LOGITS_PROMPTS", "3"))
 """Recorded prompts of a real model that are run, of eight."""
 
 
