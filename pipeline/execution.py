@@ -32,7 +32,7 @@ from ggufstream.events import (
 )
 from ggufstream.gguf_file import FileIndex, read_index
 from ggufstream.options import LoadOptions, Placement
-from ggufstream.pages import Residency, available_memory, rss_bytes
+from ggufstream.pages import Residency, available_memory, cached_bytes, rss_bytes
 from ggufstream.plan import ArenaPlan, LoadPlan, check_tables, make_plan
 from ggufstream.read import MappedSource, Source, choose_io, on_network, open_source
 from ggufstream.release import Releaser
@@ -449,7 +449,13 @@ def _check_used(arenas: Mapping[str, Arena]) -> None:
 
 
 def _cached_bytes(sources: Sequence[Source]) -> int:
-    return sum(Residency(source.descriptor, source.shard.size).cached_bytes for source in sources)
+    """Bytes of the files in the page cache."""
+    total = 0
+    for source in sources:
+        size = source.shard.size
+        cached = cached_bytes(source.descriptor)  # whole pages
+        total += Residency(source.descriptor, size).cached_bytes if cached is None else min(cached, size)
+    return total
 
 
 def _totals(load_plan: LoadPlan, names: Sequence[str], key: Callable[[Any], str]) -> dict[str, PlacementReport]:
