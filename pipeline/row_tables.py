@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ggufstream.backends.arena import Arena
 from ggufstream.backends.base import Backend, Capabilities, Slice
-from ggufstream.backends.decode import DECODABLE
+from ggufstream.decode import DECODABLE
 from ggufstream.errors import OptionError, UnreadableFileError
 from ggufstream.gguf_file import Shard
 from ggufstream.gguf_layout import TensorInfo
@@ -214,7 +214,7 @@ class RowTables:
 _WAYS: dict[str, type[FileRows]] = {"mapped": MappedRows, "pread": PreadRows, "direct": DirectRows}
 
 _FEW_ROWS = 256
-_ROUNDS = (8, 64)
+_ROUNDS = (8, 64, 64)
 _ROUND_SECONDS = 0.003
 
 
@@ -255,20 +255,25 @@ def open_rows(table: TableFile, asked: RowStrategy) -> FileRows:
 
 
 def _measure(table: TableFile, ways: Sequence[FileRows]) -> tuple[list[float], int]:
-    """Seconds of each way for random rows, other ones for each; fewer where the disk is slow."""
+    """Seconds of each way for random rows, other ones for each; fewer where the disk is slow. Of equal rounds the least
+    counts: the first uses of a way cost more, and other work on the machine disturbs.
+    """
     seconds: list[float] = []
-    count = 0
+    before = first = 0
     for count in _ROUNDS:
-        seconds = []
-        for i, way in enumerate(ways):
+        measured = []
+        for way in ways:
             # The golden ratio's multiples lie apart and in no order; numpy's generators take longer to import.
-            ids = np.unique((np.arange(count, dtype=np.int64) * len(ways) + i + 1) * 2_654_435_761 % table.tensor.rows)
+            ids = np.unique((np.arange(first, first + count, dtype=np.int64) + 1) * 2_654_435_761 % table.tensor.rows)
+            first += count
             started = time.perf_counter()
             way.fetch(ids)
-            seconds.append(time.perf_counter() - started)
-        if min(seconds) > _ROUND_SECONDS:
+            measured.append(time.perf_counter() - started)
+        seconds = [min(pair) for pair in zip(seconds, measured, strict=True)] if count == before else measured
+        before = count
+        if min(measured) > _ROUND_SECONDS:
             break
-    return seconds, count
+    return seconds, before
 
 
 def _reads_pages(tensor: TensorInfo, facts: Capabilities) -> bool:
