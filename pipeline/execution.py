@@ -59,6 +59,7 @@ class Execution:
         budget: Staging memory, shared with other loads.
         reservations: Who was promised which memory.
         emit: Receives every event.
+        freed: Is called when the memory of a load that has succeeded is freed.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Execution:
         budget: ByteBudget,
         reservations: Reservations,
         emit: Callable[[Event], None],
+        freed: Callable[[], None],
     ) -> None:
         self.index: FileIndex | None = None
         """Once the header is read."""
@@ -86,6 +88,7 @@ class Execution:
         self._reservations = reservations
         self._reservation: Reservation | None = None
         self._emit = emit
+        self._freed = freed
         self._backend_reasons: list[str] = []
         self._seconds: dict[str, float] = {}
         self._residency: dict[str, Residency] = {}
@@ -117,6 +120,11 @@ class Execution:
         await clean_up_in_thread(self._give_back)
         if self._reservation is not None:
             self._reservation.close()
+
+    def _closed(self) -> None:
+        assert self._reservation is not None
+        self._reservation.close()
+        self._freed()
 
     def _give_back(self) -> None:
         with self._owned, self._transient:
@@ -177,7 +185,7 @@ class Execution:
             mapped={i: source for i, source in enumerate(sources) if isinstance(source, MappedSource)},
             tables=tables,
             close=self._owned.pop_all().close,
-            closed=reservation.close,
+            closed=self._closed,
         )
         self.lease = storage.lease()
         self._emit(self._planned(load_plan, sources))

@@ -116,8 +116,8 @@ class Loader:
         self._jobs: list[LoadJob] = []
         self._tasks: TaskGroup | None = None
         self._is_closed = False
-        self._reservations: Reservations
-        self._log: StructlogSink
+        self._reservations: Reservations | None = None
+        self._log: StructlogSink | None = None
 
     async def __aenter__(self) -> Self:
         if self._tasks is not None:
@@ -177,7 +177,7 @@ class Loader:
             OptionError: An option.
             ClosedError: The loader is not open.
         """
-        if self._is_closed or self._tasks is None:
+        if self._is_closed or self._tasks is None or self._log is None:
             state = "closed" if self._is_closed else "not open yet"
             raise ClosedError(f"the loader is {state}", remedy="Submit inside of its async with block")
         from ggufstream.gguf_file import checked_path
@@ -201,6 +201,7 @@ class Loader:
         """Join a load of the same file, or run a new one."""
         from ggufstream.job import SharedLoad
 
+        assert self._log is not None
         try:
             identity = await in_thread(partial(_identity, job.path))
             shared = await self._same(identity, options, devices)
@@ -223,16 +224,20 @@ class Loader:
         self, identity: FileIdentity | None, options: LoadOptions, devices: Sequence[str | Backend]
     ) -> SharedLoad | None:
         """A load of the same file, unchanged since, that runs or whose model is in use."""
-        self._loads = [shared for shared in self._loads if shared.can_be_joined]
         for shared in tuple(self._loads):
             if (
                 identity is not None
                 and (shared.identity, shared.options, shared.devices) == (identity, options, list(devices))
-                and await in_thread(shared.is_unchanged)
                 and shared.can_be_joined
+                and await in_thread(shared.is_unchanged)
+                and shared.can_be_joined  # still
             ):
                 return shared
         return None
+
+    def _forget(self, shared: SharedLoad) -> None:
+        if shared in self._loads:
+            self._loads.remove(shared)
 
     async def _run(self, shared: SharedLoad, *, wait: bool) -> None:
         """Carry a load out. How it ends is told to its jobs, and to nobody else."""
@@ -242,11 +247,14 @@ class Loader:
                 failure = await self._failure(shared, wait=wait)
         finally:
             await uninterrupted(shared.conclude(failure))
+            if not shared.can_be_joined:
+                self._forget(shared)
 
     async def _failure(self, shared: SharedLoad, *, wait: bool) -> Exception | None:
         """Load when it is this one's turn; the error, or ``None`` if there is none."""
         from ggufstream.execution import Execution
 
+        assert self._reservations is not None
         shared.emit(LoadStarted(load_id=shared.load_id, file=shared.path))
         while True:
             freed = self._reservations.freed
@@ -259,6 +267,7 @@ class Loader:
                     budget=self._budget,
                     reservations=self._reservations,
                     emit=shared.emit,
+                    freed=partial(self._forget, shared),
                 )
                 try:
                     shared.report = await shared.execution.run()
@@ -282,7 +291,7 @@ class Loader:
             "running": self._slots.taken_count,
             "queued": self._slots.waiting,
             "staging": self._budget.statistics(),
-            "reservations": self._reservations.statistics(),
+            "reservations": [] if self._reservations is None else self._reservations.statistics(),
         }
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import os
 import shutil
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -367,6 +369,35 @@ async def test_two_concurrent_submissions_are_one_load(path: Path) -> None:
         assert len({job.load_id for job in jobs}) == 1
         assert models[0].statistics()["leases"] == 10
         await asyncio.gather(*(model.aclose() for model in models))
+
+
+async def ended(job: LoadJob, end: str) -> list[weakref.ref[Any]]:
+    """Bring a job to its end; what it was made of."""
+    await until(lambda: job.index is not None)
+    assert job.load is not None
+    parts = [weakref.ref(job.load), weakref.ref(job.load.execution)]
+    if end == "closed":
+        await (await job).aclose()
+    elif end == "cancelled":
+        await job.cancel()
+    else:
+        with pytest.raises(OptionError):
+            await job
+    return parts
+
+
+@pytest.mark.parametrize("end", ["closed", "cancelled", "failed"])
+@pytest.mark.asyncio
+async def test_a_loader_keeps_nothing_of_what_is_over(path: Path, end: str) -> None:
+    """A server loads for months: header, plan and events of a load go with its model."""
+    select = "nothing" if end == "failed" else None
+    async with Loader() as loader:
+        parts = await ended(loader.submit(path, backend="cpu", range_bytes=RANGE, select=select), end)
+        assert loader.jobs == ()
+        for _ in range(100):  # turns of the loop in which its task may still be ending
+            await asyncio.sleep(0)
+        gc.collect()
+        assert [part() for part in parts] == [None, None]
 
 
 # --- the ends of a job ------------------------------------------------------------------------------------------------
