@@ -230,7 +230,10 @@ class BackendConformance:
         row_bytes = row_blocks * ggml_type.block_bytes
         data = random_bytes(rows * row_bytes, seed=ggml_type.id)
         want = decode(ggml_type, data).reshape(rows, elements)
-        layouts = {Raw(), backend.resolve(ggml_type, (rows, elements), Intent.LINEAR | Intent.LOOKUP) or Raw()}
+        used = backend.resolve(ggml_type, (rows, elements), Intent.LINEAR | Intent.LOOKUP)
+        if used is None:
+            pytest.skip("the device has no use for tables of this type")
+        layouts = {Raw(), used}
         ids = np.array([10, 3, 3, 0, 6, 7, 10, 8, 1], np.int64)
         for layout in layouts:
             table = [

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ggufstream.backends.arena import Arena
 from ggufstream.backends.base import Backend, Capabilities, Slice
-from ggufstream.decode import DECODABLE
+from ggufstream.backends.decode import DECODABLE
 from ggufstream.errors import OptionError, UnreadableFileError
 from ggufstream.gguf_file import Shard
 from ggufstream.gguf_layout import TensorInfo
