@@ -93,7 +93,7 @@ class LazyArray(Sequence[object]):
         if isinstance(index, slice):
             if self._type in SCALARS:
                 return list(self._numbers()[index].tolist())
-            return [self[i] for i in range(*index.indices(self._count))] if index.step else self._run(index)
+            return self._run(range(self._count)[index])
         i = range(self._count)[index]  # raises IndexError, and maps a negative index
         if self._type in SCALARS:
             number: object = self._numbers()[i].item()
@@ -117,9 +117,12 @@ class LazyArray(Sequence[object]):
         more = ", …" if self._count > 3 else ""
         return f"<LazyArray of {self._count} {self.element_type}: [{head}{more}]>"
 
-    def _run(self, part: slice) -> list[object]:
-        start, stop, _ = part.indices(self._count)
-        return list(islice(self._walk(start), stop - start)) if start < stop else []
+    def _run(self, places: range) -> list[object]:
+        """The elements at ``places``, found in one walk: going to each alone would walk up to a stride for each."""
+        if not places:
+            return []
+        first, last = sorted((places[0], places[-1]))
+        return list(islice(self._walk(first), last - first + 1))[:: places.step]
 
     def _numbers(self) -> npt.NDArray[np.generic]:
         kind = np.dtype(np.uint8) if self._type == 7 else _DTYPES[self._type]

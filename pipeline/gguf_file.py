@@ -40,6 +40,8 @@ from ggufstream.threads import in_thread, uninterrupted
 __all__ = ["FileIdentity", "FileIndex", "LazyArray", "Shard", "TensorInfo", "read_index"]
 
 READ_BYTES = 1 << 20  # appending a chunk holds the GIL, so it does not grow
+_COMPARED = 200
+"""Longer names are not looked through for those that are close to one that is not there."""
 _SHARD_NAME = re.compile(r"(?P<stem>.*)-(?P<no>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.DOTALL)
 
 
@@ -107,7 +109,9 @@ class FileIndex:
         try:
             return self._by_name[name]
         except KeyError:
-            close = difflib.get_close_matches(name, self._by_name, n=3)
+            # Comparing takes the product of two lengths, and a hostile name can be endless.
+            short = [n for n in self._by_name if len(n) < _COMPARED] if len(name) < _COMPARED else []
+            close = difflib.get_close_matches(name, short, n=3)
             remedy = f"Closest names: {', '.join(map(quoted, close))}." if close else "List the names with `inspect`."
             raise UnknownTensorError(f"{self.path}: no tensor {quoted(name)}", name=name, remedy=remedy) from None
 
@@ -284,9 +288,11 @@ def _split_number(header: Header, path: str, key: str) -> int | None:
 def _shard_paths(path: str, header: Header) -> tuple[str, ...]:
     """The paths of all shards, from the path of one and its metadata. Pure."""
     count = _split_number(header, path, "split.count")
+    number = _split_number(header, path, "split.no")
+    if count is None and number is not None:
+        raise _split_error(path, f"split.no is {number}, but split.count is missing")
     if count is None or count <= 1:
         return (path,)
-    number = _split_number(header, path, "split.no")
     match = _SHARD_NAME.fullmatch(path)
     if match is None:
         raise MalformedFileError(
@@ -301,6 +307,8 @@ def _shard_paths(path: str, header: Header) -> tuple[str, ...]:
     if number is None or number + 1 != int(match["no"]):
         said = "missing" if number is None else number
         raise _split_error(path, f"split.no is {said}, expected {int(match['no']) - 1} from the file's name")
+    if number >= count:
+        raise _split_error(path, f"split.no is {number}, but split.count is {count}")
     return tuple(f"{match['stem']}-{k:05d}-of-{count:05d}.gguf" for k in range(1, count + 1))
 
 
@@ -322,7 +330,6 @@ def _require_all(given: str, paths: Sequence[str]) -> None:
 
 def _check_set(parts: Sequence[tuple[Shard, Header]]) -> None:
     """What the shards of one model must agree on."""
-    total = sum(len(header.tensors) for _, header in parts)
     for number, (shard, header) in enumerate(parts):
         count = _split_number(header, shard.path, "split.count")
         if count != len(parts):
@@ -340,11 +347,16 @@ def _check_set(parts: Sequence[tuple[Shard, Header]]) -> None:
                     what, file=shard.path, tensor=tensor.name, remedy="The shards belong to different models."
                 )
             owner[tensor.name] = os.path.basename(shard.path)
+
+
+def _check_total(parts: Sequence[tuple[Shard, Header]]) -> None:
+    """Tensors that a split model promises must be there, also where a file says that it is not split."""
+    total = sum(len(header.tensors) for _, header in parts)
     for shard, header in parts:
         expected = _split_number(header, shard.path, "split.tensors.count")
         if expected is not None and expected != total:
-            what = f"split.tensors.count is {expected}, but the {len(parts)} shards hold {total} tensors"
-            raise _split_error(shard.path, what)
+            files = f"the {len(parts)} shards hold" if len(parts) > 1 else "the file holds"
+            raise _split_error(shard.path, f"split.tensors.count is {expected}, but {files} {total} tensors")
 
 
 def _check_q2_0(parts: Sequence[tuple[Shard, Header]]) -> None:
@@ -385,6 +397,7 @@ def _merge(given: str, parts: Sequence[tuple[Shard, Header]]) -> FileIndex:
         for number, (_, header) in enumerate(parts[1:], 1):
             metadata |= {key: value for key, value in header.metadata.items() if key not in metadata}
             tensors += tuple(replace(t, shard=number) for t in header.tensors)
+    _check_total(parts)
     return FileIndex(
         path=given,
         version=first.version,

@@ -45,12 +45,16 @@ DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 1 << 20
 MAX_DIMS = 4
 MAX_ARRAY_DEPTH = 8
-MAX_HEADER_BYTES = 1 << 28
+MAX_HEADER_BYTES = 1 << 26
 """Real headers stay below 32 MiB; a wrong count in a large file must not fill the memory."""
+MAX_RECORDS = 1 << 16
+"""Of keys, of inner arrays and of tensors, each. Every one becomes objects ten times the size of its least record. Real
+files have some dozens, none, and, with each expert of a large mixture apart, 46,000."""
 
 _TENSOR_MIN, _KEY_VALUE_MIN, _STRING_MIN = 24, 13, 8  # the least bytes that a record can take
 _PREAMBLE = struct.Struct("<4sIQQ")  # magic, version, tensors, key-value pairs
 _U32 = struct.Struct("<I")
+_PROBABLY_CORRUPT = "The header is probably corrupt; download the file again."
 _RECORD_WORK = 16  # a key, a tensor or an inner array takes as long as so many strings in an array
 
 _T = TypeVar("_T")
@@ -89,7 +93,7 @@ def parse_header(path: str, file_size: int) -> Steps[Header]:
 class _Parser:
     """The bytes seen so far and the place in them. ``where`` names the record at work, for messages."""
 
-    __slots__ = ("data", "path", "pos", "size", "where", "work")
+    __slots__ = ("data", "inner_arrays", "path", "pos", "size", "where", "work")
 
     def __init__(self, path: str, size: int) -> None:
         self.path = path
@@ -97,6 +101,7 @@ class _Parser:
         self.data = bytearray()
         self.pos = 0
         self.where = "header"
+        self.inner_arrays = 0
         self.work = 0  # strings and other small steps since the last pause
 
     def run(self) -> Steps[Header]:
@@ -135,7 +140,7 @@ class _Parser:
         end = self.pos + n
         if end > MAX_HEADER_BYTES:
             message = f"{self.where}: {what} takes the header to {end} bytes; the limit is {MAX_HEADER_BYTES}"
-            raise self._error(UnsupportedFileError, message, "The header is probably corrupt; download the file again.")
+            raise self._error(UnsupportedFileError, message, _PROBABLY_CORRUPT)
         while len(self.data) < end:
             chunk = yield end - len(self.data)
             if not chunk:
@@ -172,6 +177,8 @@ class _Parser:
         self.pos = _PREAMBLE.size
         self._claim(f"tensor count {n_tensors}", n_tensors, _TENSOR_MIN)
         self._claim(f"key-value count {n_pairs}", n_pairs, _KEY_VALUE_MIN)
+        self._limit(f"tensor count {n_tensors}", n_tensors)
+        self._limit(f"key-value count {n_pairs}", n_pairs)
         return version, n_tensors, n_pairs
 
     def _check_version(self, version: int) -> None:
@@ -287,6 +294,8 @@ class _Parser:
                 todo.pop()
                 continue
             todo[-1] -= 1
+            self.inner_arrays += 1
+            self._limit(f"inner array {self.inner_arrays}", self.inner_arrays)
             type_id, inner = yield from self._array_head()
             if type_id != ARRAY:
                 yield from self._skip_flat(type_id, inner)
@@ -314,6 +323,8 @@ class _Parser:
             name = yield from self._string("tensor name")
             if isinstance(name, bytes):
                 raise self._malformed(f"{self.where} has a name that is not UTF-8: {quoted(name)}", offset=start)
+            if not name:
+                raise self._malformed(f"{self.where} has an empty name", offset=start)
             if name in seen:
                 raise self._malformed(f"duplicate tensor {quoted(name)}: it is there twice", tensor=name, offset=start)
             seen.add(name)
@@ -362,6 +373,12 @@ class _Parser:
         """Refuse a count of records that cannot fit into the rest of the file."""
         if count > (self.size - self.pos) // least:
             raise self._short(what, count * least)
+
+    def _limit(self, what: str, count: int) -> None:
+        """Refuse more records than any real file has."""
+        if count > MAX_RECORDS:
+            what = f"{self.where}: {what} is above the limit of {MAX_RECORDS}"
+            raise self._error(UnsupportedFileError, what, _PROBABLY_CORRUPT, offset=self.pos)
 
     def _short(self, what: str, needed: int) -> FileError:
         left = self.size - self.pos

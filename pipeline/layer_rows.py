@@ -11,7 +11,7 @@ from ggufstream.errors import printable
 __all__ = ["layer_rows", "plan_rows"]
 
 _MAX_RANGES = 3
-_BLOCK = re.compile(r"(.*?\bblk\.)(\d+)(\..+)")
+_BLOCK = re.compile(r"(.*?\bblk\.)([0-9]{1,9})(\..+)")  # a hostile number has more digits than int() takes
 
 
 def plan_rows(tensors: Sequence[Mapping[str, Any]], *, grouped: bool) -> list[dict[str, Any]]:

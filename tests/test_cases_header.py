@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,9 @@ import pytest
 from ggufstream.errors import FileError
 from ggufstream.gguf_arrays import LazyArray
 from ggufstream.gguf_file import FileIndex, read_index
+from tests.cases import BAD, CASES, FOLDER, GOOD, check_mentions
 
-FOLDER = Path(__file__).parent / "data" / "cases"
-CASES: list[dict[str, Any]] = json.loads((FOLDER / "cases.json").read_text(encoding="utf-8"))["cases"]
 SPARE_BYTES = 8 << 20
-
-
-def named(cases: list[dict[str, Any]]) -> Any:
-    return [pytest.param(case, id=case["name"]) for case in cases]
 
 
 async def outcome(case: dict[str, Any]) -> FileIndex | FileError:
@@ -67,12 +61,11 @@ def check_error(case: dict[str, Any], error: FileError) -> None:
     message = str(error)
     assert "\n" not in message
     assert error.remedy
-    for alternatives in case.get("mentions", []):
-        assert any(word.lower() in message.lower() for word in alternatives), (alternatives, message)
+    check_mentions(message, case["mentions"])
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("case", named([c for c in CASES if c["expected"] == "ok"]))
+@pytest.mark.parametrize("case", GOOD)
 async def test_good_case(case: dict[str, Any]) -> None:
     result = await outcome(case)
     if isinstance(result, FileError):
@@ -81,7 +74,7 @@ async def test_good_case(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("case", named([c for c in CASES if c["expected"] == "error"]))
+@pytest.mark.parametrize("case", BAD)
 async def test_bad_case(case: dict[str, Any]) -> None:
     result = await outcome(case)
     if isinstance(result, FileIndex):
