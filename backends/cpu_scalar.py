@@ -22,6 +22,7 @@ from ggufstream.backends.host_memory import (
     memory_statistics,
 )
 from ggufstream.backends.products import linear_by_decoding, multiply_in_order
+from ggufstream.decode import DECODABLE
 from ggufstream.ggml_types import GGMLType
 from ggufstream.layouts import Bytes, Layout, Raw
 from ggufstream.pages import available_memory
@@ -57,7 +58,7 @@ class CpuScalarBackend(Backend):
         return replace(self._capabilities, budget_bytes=available_memory())
 
     def resolve(self, ggml_type: GGMLType, shape: tuple[int, ...], intent: Intent) -> Layout | None:
-        return Raw()
+        return None if Intent.LINEAR in intent and ggml_type.name not in DECODABLE else Raw()
 
     def allocate(self, nbytes: int) -> Chunk:
         return HostChunk(nbytes, owner=self.name, counter=self._chunks)

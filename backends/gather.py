@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggufstream.backends.base import Chunk, Slice
-from ggufstream.backends.decode import decode
+from ggufstream.decode import decode
 from ggufstream.layouts import Bytes
 
 __all__ = ["Memory", "RowIds", "gather_on_host", "rows_by_slice", "rows_in_memory"]

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ggufstream.backends.base import Chunk, Slice
 from ggufstream.backends.blockwise import BLOCKWISE, INTERLEAVED, MAX_VECTORS, BlockwiseProduct, piece_rows
-from ggufstream.backends.decode import decode
+from ggufstream.decode import decode
 from ggufstream.errors import OptionError
 from ggufstream.layouts import X8, Bytes, Extent, Raw
 from ggufstream.layouts.x8 import ROWS

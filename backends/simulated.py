@@ -24,6 +24,7 @@ from ggufstream.backends.gather import gather_on_host
 from ggufstream.backends.host_memory import Counter, HostChunk, HostStaging, MappedChunk, memory_statistics
 from ggufstream.backends.products import linear_by_decoding, multiply_with_blas
 from ggufstream.backends.profiles import PROFILES
+from ggufstream.decode import DECODABLE, LATTICE
 from ggufstream.errors import DeviceLostError, OptionError, OutOfDeviceMemoryError, UnsupportedByDeviceError
 from ggufstream.file_bytes import pread_into
 from ggufstream.ggml_types import GGMLType
@@ -128,9 +129,9 @@ class SimulatedBackend(Backend):
             memory_id=facts.memory_id or f"simulated:{next(_numbers)}",
         )
         self._reads = PROFILES[profile].reads
-        self._multiplies = (
-            {"F32", "F16", "BF16"} if (PROFILES[profile].halves if halves is None else halves) else {"F32"}
-        )
+        self._multiplies = DECODABLE - LATTICE  # the types that there are shaders for
+        if not (PROFILES[profile].halves if halves is None else halves):
+            self._multiplies -= {"F16", "BF16"}
         self._bytes_per_second = bytes_per_second
         self._chunks = Counter()
         self._mapped = Counter()
@@ -155,12 +156,10 @@ class SimulatedBackend(Backend):
         )
 
     def resolve(self, ggml_type: GGMLType, shape: tuple[int, ...], intent: Intent) -> Layout | None:
-        if intent == Intent.LOOKUP:
+        if intent == Intent.LOOKUP or (Intent.LINEAR in intent and ggml_type.name not in self._multiplies):
             return None
-        if ggml_type.is_quantized:
-            return Raw() if self._reads == "raw" else Planar(alignment=self._facts.plane_alignment)
-        if Intent.LINEAR in intent and ggml_type.name not in self._multiplies:
-            return None
+        if ggml_type.is_quantized and self._reads == "planar":
+            return Planar(alignment=self._facts.plane_alignment)
         return Raw()
 
     def allocate(self, nbytes: int) -> Chunk:

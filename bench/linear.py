@@ -13,13 +13,13 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from ggufstream.backends.base import Backend, Copy, Slice
+from ggufstream.backends.base import Backend, Copy, Intent, Slice
 from ggufstream.backends.cpu import CpuBackend
 from ggufstream.backends.cpu_scalar import CpuScalarBackend
-from ggufstream.backends.decode import DECODABLE, decode
 from ggufstream.backends.products import multiply_in_order
+from ggufstream.decode import DECODABLE, decode
 from ggufstream.ggml_types import BY_NAME, GGMLType
-from ggufstream.layouts import X8, Bytes, Extent, Layout, Planar, Raw
+from ggufstream.layouts import F32, X8, Bytes, Extent, Layout, Planar, Raw
 
 
 def open_backend(name: str, device: str | None) -> Backend:
@@ -43,6 +43,8 @@ def random_blocks(ggml_type: GGMLType, n: int) -> Bytes:
     for name, size in ggml_type.fields.items():
         if scales.get(name) == size:
             blocks[name] = np.frombuffer(np.float16(1 / 64).tobytes(), f"V{size}")[0]
+        elif (ggml_type.name, name) == ("IQ1_M", "scales"):  # the float16 is in the upper nibbles of four words
+            blocks[name] = np.array([0x0111, 0x0111, 0x4111, 0x2111], np.uint16).view("V8")[0]
         elif (ggml_type.name, name) in {("MXFP4", "e"), ("NVFP4", "d")}:
             blocks[name] = np.frombuffer(bytes([0x78 if size == 1 else 0x30] * size), f"V{size}")[0]
     return blocks.view(np.uint8)
@@ -54,7 +56,8 @@ def place(
     """The weight in as few slices as the device allows, a chunk each."""
     row_bytes = row_blocks * ggml_type.block_bytes
     limit = backend.capabilities.max_slice_bytes or backend.capabilities.max_chunk_bytes
-    step = max(1, min(limit, backend.capabilities.max_chunk_bytes) // row_bytes - 64)
+    packed_bytes = max(row_bytes, layout.nbytes(Extent(type=ggml_type, rows=1, row_blocks=row_blocks)))
+    step = max(1, min(limit, backend.capabilities.max_chunk_bytes) // packed_bytes - 64)
     weight = []
     for start in range(0, blocks.size, step * row_bytes):
         source = blocks[start : start + step * row_bytes]
@@ -71,14 +74,14 @@ def place(
             chunk.view[:nbytes] = staging.view[:nbytes]
             chunk.flush(0, nbytes)
         staging.close()
-        weight.append(Slice(chunk=chunk, offset=0, nbytes=nbytes, extent=extent, layout=layout))
+        weight.append(Slice(chunk=chunk, offset=0, nbytes=nbytes, extent=layout.contents(extent), layout=layout))
     return weight
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=["cpu", "cpu_scalar", "vulkan"], default="vulkan")
-    parser.add_argument("--layout", choices=["raw", "planar", "x8"], help="default: planar for vulkan, else raw")
+    parser.add_argument("--layout", choices=["raw", "planar", "x8"], help="default: the backend's")
     parser.add_argument("--device", help="part of the device's name, such as llvmpipe")
     parser.add_argument("--type", action="append", choices=["all", *sorted(DECODABLE)], help="default: Q8_0")
     parser.add_argument("--rows", type=int, default=262_144)
@@ -96,7 +99,8 @@ def main() -> None:
             blocks = random_blocks(ggml_type, options.rows * row_blocks)
             some = decode(ggml_type, blocks[: 64 * row_blocks * ggml_type.block_bytes]).reshape(-1, n_in)
             layouts: dict[str, Layout] = {"raw": Raw(), "planar": Planar(), "x8": X8()}
-            layout = layouts[options.layout or ("planar" if options.backend == "vulkan" else "raw")]
+            resolved = backend.resolve(ggml_type, (options.rows, n_in), Intent.LINEAR) or F32()
+            layout = layouts[options.layout] if options.layout else resolved
             with ExitStack() as stack:
                 weight = place(stack, backend, blocks, ggml_type, row_blocks, layout)
                 for n in options.batch or [1, 4]:

@@ -104,7 +104,8 @@ class Weight:
         Raises:
             ClosedError: The model is closed.
             DeviceError: The device cannot give them back.
-            FileError: The tensor stays in the file (``ROWS``), and the file cannot be read.
+            FileError: The tensor stays in the file (``ROWS``), or was decoded when it was loaded, and the file cannot be
+                read any more.
         """
         result = np.empty(self.nbytes, np.uint8)
         size = self.type.block_bytes
@@ -122,7 +123,7 @@ class Weight:
         first = 0
         for extent in extents:
             unit = max(self.layout.granule(extent), extent.row_blocks, 1)
-            step = max(1, _WINDOW_BYTES // (unit * self.type.block_bytes)) * unit
+            step = max(1, _WINDOW_BYTES // (unit * max(self.type.block_bytes, self._stored_bytes))) * unit
             for start in range(0, extent.blocks, step):
                 yield first + start, min(step, extent.blocks - start)
             first += extent.blocks
@@ -137,8 +138,30 @@ class Weight:
         await self._lease.run(partial(self._read_blocks, first, count, result))
         return result
 
+    async def read_stored(self, first: int, count: int) -> Bytes:
+        """Blocks as ``read_blocks``, or, where they were decoded when they were loaded, their float32 elements."""
+        result = np.empty(count * self._stored_bytes, np.uint8)
+        await self._lease.run(partial(self._read_stored, first, count, result))
+        return result
+
+    @property
+    def is_decoded(self) -> bool:
+        """Decoded when it was loaded: where it lies there are float32 elements, and its blocks are in the file alone."""
+        return self._entry.is_decoded
+
+    @property
+    def _stored_bytes(self) -> int:
+        """Of one block, as ``read_stored`` gives it."""
+        return 4 * self.type.block_elements if self.is_decoded else self.type.block_bytes
+
     def _read_blocks(self, first: int, count: int, result: Bytes) -> None:
-        size = self.type.block_bytes
+        if self.is_decoded:
+            self._storage.read_file(self._entry, first * self.type.block_bytes, result)
+        else:
+            self._read_stored(first, count, result)
+
+    def _read_stored(self, first: int, count: int, result: Bytes) -> None:
+        size = self._stored_bytes
         if self.placement is Placement.ROWS:
             self._storage.read_file(self._entry, first * size, result)
             return
@@ -157,8 +180,8 @@ class Weight:
     def array(self) -> npt.NDArray[Any]:
         """The memory itself as a numpy array, read-only: elements where numpy has the type, else bytes by row.
 
-        Shape ``shape`` for F32, F16, F64 and integers in layout ``raw`` (F16 and BF16 in layout ``f32`` are float32),
-        ``(rows, bytes a row)`` for everything else.
+        Shape ``shape`` for F32, F16, F64 and integers in layout ``raw`` and for everything in layout ``f32``, which is
+        float32; ``(rows, bytes a row)`` for everything else.
 
         Raises:
             BufferError: The bytes are on a device, in the file, or in several slices.

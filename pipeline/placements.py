@@ -4,7 +4,7 @@ The order of decisions; the first that speaks wins:
 
 1. A table that is only looked up and that the lazy mode leaves in the file stays there, whatever an override says.
 2. An override by the caller.
-3. The resolve ladder: as the device takes it, else F16 and BF16 widened to F32, else on the host.
+3. The resolve ladder: as the device takes it, else widened or decoded to F32, else on the host.
 
 Where the device reads host pages, a tensor that goes in unchanged is not copied: the device maps the file's pages.
 """
@@ -14,11 +14,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ggufstream.backends.base import Backend, Capabilities
 from ggufstream.errors import OptionError, UnsupportedByDeviceError
-from ggufstream.ggml_types import BY_NAME, GGMLType
+from ggufstream.ggml_types import BY_NAME
 from ggufstream.gguf_layout import TensorInfo
 from ggufstream.layouts import F32, Extent, Layout, Raw
 from ggufstream.options import Intent, LoadOptions, Placement
@@ -110,6 +111,7 @@ class Decider:
         options: The caller's options.
         overrides: The caller's overrides, parsed.
         unmappable: Shards on network file systems, which are only mapped on demand.
+        crowded: Devices that have no room for what would be decoded to F32, and the bytes that it would take there.
     """
 
     def __init__(
@@ -118,12 +120,14 @@ class Decider:
         options: LoadOptions,
         overrides: Overrides,
         unmappable: Collection[int] = (),
+        crowded: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         self._backends = backends
         self._capabilities = [backend.capabilities for backend in backends]
         self._options = options
         self._overrides = overrides
         self._unmappable = unmappable
+        self._crowded = crowded
 
     def is_lazy(self, tensor: TensorInfo, intent: Intent) -> bool:
         """Whether the lazy mode leaves this tensor in the file."""
@@ -165,7 +169,7 @@ class Decider:
                 chosen = self._resolve(tensor, role, device)
                 if chosen.placement is Placement.HOST and role.intent == Intent.LOOKUP:
                     # Rows would be read on the host; the caller wants the table on the device all the same.
-                    chosen = self._on_device(tensor, device, Raw(), "lookup table")
+                    chosen = self._table_on_device(tensor, role, device)
                 return replace(chosen, reason=f"{chosen.reason}; {because}")
 
     def _resolve(self, tensor: TensorInfo, role: Role, device: int) -> Decision:
@@ -178,11 +182,22 @@ class Decider:
             return self._on_device(tensor, device, layout, _REASONS[role.intent])
         if role.intent == Intent.LOOKUP:
             return Decision(placement=Placement.HOST, layout=Raw(), reason="lookup table: rows are read on the host")
-        if Intent.LINEAR in role.intent and _widens(backend, tensor.type, tensor.shape, role.intent):
-            reason = f"{tensor.type.name} widened to F32, which the device can multiply"
-            return self._on_device(tensor, device, F32(), reason, is_fallback=True)
         reason = f"{name} cannot use {tensor.type.name} as {role.intent}"
+        if Intent.LINEAR in role.intent and _multiplies_f32(backend, tensor, role.intent):
+            made = "decoded" if tensor.type.is_quantized else "widened"
+            if made == "widened" or device not in self._crowded:
+                to_f32 = f"{tensor.type.name} {made} to F32, which the device can multiply"
+                return self._on_device(tensor, device, F32(), to_f32, is_fallback=True)
+            reason += f", and has no room for such weights decoded to F32 ({self._crowded[device]:,} bytes)"
         return Decision(placement=Placement.HOST, layout=Raw(), reason=reason, is_fallback=True)
+
+    def _table_on_device(self, tensor: TensorInfo, role: Role, device: int) -> Decision:
+        """A table that is only looked up, on the device all the same: as in the file, if the device can decode that."""
+        both, kind = Intent.LINEAR | Intent.LOOKUP, tensor.type
+        must_decode = kind.is_quantized and self._backends[device].resolve(kind, tensor.shape, both) is None
+        if must_decode and F32().accepts(kind):
+            return self._resolve(tensor, replace(role, intent=both), device)
+        return self._on_device(tensor, device, Raw(), "lookup table")
 
     def _on_device(
         self, tensor: TensorInfo, device: int, layout: Layout, reason: str, *, is_fallback: bool = False
@@ -219,8 +234,9 @@ class Decider:
         return True, ""
 
 
-def _widens(backend: Backend, ggml_type: GGMLType, shape: tuple[int, ...], intent: Intent) -> bool:
-    return F32().accepts(ggml_type) and backend.resolve(BY_NAME["F32"], shape, intent) is not None
+def _multiplies_f32(backend: Backend, tensor: TensorInfo, intent: Intent) -> bool:
+    """Whether the device multiplies the elements of a tensor, if they are made F32."""
+    return F32().accepts(tensor.type) and backend.resolve(BY_NAME["F32"], tensor.shape, intent) is not None
 
 
 def slice_limit(capabilities: Capabilities) -> int:

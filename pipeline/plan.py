@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ggufstream.backends.base import Backend, Capabilities
-from ggufstream.backends.decode import DECODABLE
+from ggufstream.decode import DECODABLE
 from ggufstream.errors import OptionError, OutOfDeviceMemoryError, UnsupportedByDeviceError, UnsupportedFileError
 from ggufstream.gguf_file import FileIndex
 from ggufstream.gguf_layout import TensorInfo
@@ -84,6 +84,11 @@ class PlanEntry:
     def device_bytes(self) -> int:
         """Bytes at the destination."""
         return sum(part.nbytes for part in self.slices)
+
+    @property
+    def is_decoded(self) -> bool:
+        """The destination has the elements as float32, from which the file's bytes cannot be had again."""
+        return any(self.layout.contents(part.extent) != part.extent for part in self.slices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +238,12 @@ def _entry_dict(entry: PlanEntry) -> dict[str, Any]:
 
 
 def make_plan(
-    index: FileIndex, *, backends: Sequence[Backend], options: LoadOptions, unmappable: Collection[int] = ()
+    index: FileIndex,
+    *,
+    backends: Sequence[Backend],
+    options: LoadOptions,
+    unmappable: Collection[int] = (),
+    held: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
 ) -> LoadPlan:
     """Decide everything about a load. Pure: reads nothing, allocates nothing.
 
@@ -242,6 +252,7 @@ def make_plan(
         backends: The devices; layers are split over them in order.
         options: The caller's options.
         unmappable: Shards on network file systems, which are not mapped unless that is asked for.
+        held: By memory: who else was promised how many of the bytes that look free.
 
     Raises:
         OptionError: ``intents`` names a tensor that the file does not have, ``select`` matches none, or an override
@@ -260,27 +271,38 @@ def make_plan(
         )
     names = {tensor.name for tensor in chosen}
     overrides = Overrides(options.overrides, devices=len(devices))
-    decider = Decider(backends, options, overrides, unmappable)
-    layers = split_layers(chosen, known, devices, options, decider)
-    planner = _Planner(decider, devices)
-    # Slices are numbered, and arenas filled, in the order in which a forward pass needs the tensors.
-    order = sorted(range(len(chosen)), key=lambda i: (known[chosen[i].name].layer, chosen[i].shard, chosen[i].offset))
-    entries = {i: planner.entry(chosen[i], known[chosen[i].name], layers) for i in order}
-    return LoadPlan(
-        path=index.path,
-        devices=devices,
-        entries=tuple(entries[i] for i in range(len(chosen))),
-        ranges=cut(
-            _sources(order, entries, _floors(index.tensors)),
-            # A range in flight takes its file bytes, its packed bytes too where staged, and several are in flight.
-            limit=min(options.range_bytes, options.staging_bytes // 8),
-            # Padding between neighbours is less than one alignment unit; nothing larger is read along.
-            max_gap=index.alignment - 1,
-        ),
-        arenas={arena.name: arena.plan() for arena in planner.arenas.values()},
-        skipped=tuple(tensor.name for tensor in index.tensors if tensor.name not in names),
-        warnings=overrides.warnings,
-    )
+
+    def decided(crowded: Mapping[int, int]) -> LoadPlan:
+        decider = Decider(backends, options, overrides, unmappable, crowded)
+        layers = split_layers(chosen, known, devices, options, decider)
+        planner = _Planner(decider, devices)
+        # Slices are numbered, and arenas filled, in the order in which a forward pass needs the tensors.
+        order = sorted(
+            range(len(chosen)), key=lambda i: (known[chosen[i].name].layer, chosen[i].shard, chosen[i].offset)
+        )
+        entries = {i: planner.entry(chosen[i], known[chosen[i].name], layers) for i in order}
+        return LoadPlan(
+            path=index.path,
+            devices=devices,
+            entries=tuple(entries[i] for i in range(len(chosen))),
+            ranges=cut(
+                _sources(order, entries, _floors(index.tensors)),
+                # A range in flight takes its file bytes, its packed bytes too where staged, and several are in flight.
+                limit=min(options.range_bytes, options.staging_bytes // 8),
+                # Padding between neighbours is less than one alignment unit; nothing larger is read along.
+                max_gap=index.alignment - 1,
+            ),
+            arenas={arena.name: arena.plan() for arena in planner.arenas.values()},
+            skipped=tuple(tensor.name for tensor in index.tensors if tensor.name not in names),
+            warnings=overrides.warnings,
+        )
+
+    crowded: dict[int, int] = {}
+    load_plan = decided(crowded)
+    while more := _crowded(load_plan, held):
+        crowded |= more
+        load_plan = decided(crowded)
+    return load_plan
 
 
 @dataclass(slots=True)
@@ -317,6 +339,18 @@ def memory_needs(load_plan: LoadPlan, *, host_bytes: int | None = None) -> list[
         memory.needed += arena.planned_bytes
         memory.arenas.add(arena.name)
     return list(found.values())
+
+
+def _crowded(load_plan: LoadPlan, held: Mapping[str, Mapping[str, int]]) -> dict[int, int]:
+    """Devices whose memory is too small for the plan, and how much of it tensors take that are decoded to F32 there."""
+    result: dict[int, int] = {}
+    for need in memory_needs(load_plan):
+        if need.available is None or need.needed <= need.available - sum(held.get(need.key, {}).values()):
+            continue
+        for entry in load_plan.entries:
+            if entry.is_decoded and entry.device is not None and entry.arena in need.arenas:
+                result[entry.device] = result.get(entry.device, 0) + entry.device_bytes
+    return result
 
 
 def check_fits(

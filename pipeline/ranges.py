@@ -1,4 +1,4 @@
-"""Pieces of work: slices cut and joined into ranges of about equal file bytes. Pure.
+"""Pieces of work: slices cut and joined into ranges of about equal size, in the file or packed. Pure.
 
 A range is a contiguous stretch of one shard, bound for one arena. A slice larger than the limit is cut, at rows where
 a row is small enough; neighbours in the file that are small are joined.
@@ -48,6 +48,10 @@ class Piece:
     runs: tuple[Run, ...]
     """Where the packed blocks lie in the slice."""
 
+    @property
+    def packed_bytes(self) -> int:
+        return sum(run.nbytes for run in self.runs)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
@@ -62,15 +66,16 @@ class Range:
 
 
 def cut(slices: Iterable[SliceSource], *, limit: int, max_gap: int) -> tuple[Range, ...]:
-    """Cut and join ``slices``, in the order given, into ranges of at most ``limit`` file bytes where that is possible.
+    """Cut and join ``slices``, in the order given, into ranges of at most ``limit`` bytes where that is possible.
 
     Args:
         slices: In load order.
-        limit: File bytes. Only a layout's granule, or a single block, can make a range larger.
+        limit: Bytes, in the file and packed. Only a layout's granule, or a single block, can make a range larger.
         max_gap: Bytes of padding between two neighbours that may be read along with them.
     """
     ranges: list[Range] = []
     current: list[tuple[SliceSource, int, Piece]] = []
+    packed = 0
 
     def close() -> None:
         if current:
@@ -100,10 +105,12 @@ def cut(slices: Iterable[SliceSource], *, limit: int, max_gap: int) -> tuple[Ran
                     (first.shard, first.arena) == (source.shard, source.arena)
                     and (offset == end or source.floor <= end < offset <= end + max_gap)
                     and offset + piece.nbytes - start <= limit
+                    and packed + piece.packed_bytes <= limit
                     and len(current) < MAX_PIECES
                 )
                 if not joins:
                     close()
+            packed = piece.packed_bytes + (packed if current else 0)
             current.append((source, offset, piece))
     close()
     return tuple(ranges)
@@ -117,11 +124,11 @@ def _pieces(source: SliceSource, limit: int) -> Iterator[tuple[int, Piece]]:
     """The slice in steps of at most ``limit`` bytes, each with its offset in the file."""
     extent, layout = source.extent, source.layout
     block_bytes = extent.type.block_bytes
+    largest = max(block_bytes, sum(run.nbytes for run in layout.runs(extent, 0, 1)))
     unit = layout.granule(extent)
-    row_bytes = extent.row_blocks * block_bytes
-    if row_bytes <= limit:
+    if extent.row_blocks * largest <= limit:
         unit = max(unit, extent.row_blocks)
-    step = max(1, limit // (unit * block_bytes)) * unit
+    step = max(1, limit // (unit * largest)) * unit
     for first in range(0, extent.blocks, step):
         count = min(step, extent.blocks - first)
         yield (

@@ -329,7 +329,10 @@ def show_verify(result: Mapping[str, Any]) -> None:
     facts.add_row("loaded", f"→ {target(result)}")
     facts.add_row("io", words(result["io"], IO))
     facts.add_row("upload", words(result["upload"], UPLOAD))
-    facts.add_row("compared", f"{result['tensors']} tensors, {human_bytes(result['bytes'])}, byte for byte")
+    compared = f"{result['tensors']} tensors, {human_bytes(result['bytes'])}, byte for byte"
+    if result["decoded"]:
+        compared += f"; {result['decoded']} of them decoded, as floats"
+    facts.add_row("compared", compared)
     error = f"off by {result['largest_product_error']:.1e} of the largest value at most"
     facts.add_row("multiplied", f"{result['products']} weights, {error}" if result["products"] else "nothing")
     tables = f"{result['rows']} rows of {result['tables']} lookup {'table' if result['tables'] == 1 else 'tables'}"

@@ -50,7 +50,8 @@ class SliceRows(RowSource):
         mapped: TableFile | None,
         reason: str,
     ) -> None:
-        super().__init__(tensor.type if visible else BY_NAME["F32"])
+        stored = slices[0].extent.type if slices else tensor.type
+        super().__init__(stored if visible else BY_NAME["F32"])
         self.strategy = "device-read" if mapped is not None else "memory" if visible else "gather"
         self.reason = reason
         self.backend = backend

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ggufstream.backends.arena import Arena
 from ggufstream.backends.base import Backend, Capabilities, Slice
-from ggufstream.backends.decode import DECODABLE
+from ggufstream.decode import DECODABLE
 from ggufstream.errors import OptionError, UnreadableFileError
 from ggufstream.gguf_file import Shard
 from ggufstream.gguf_layout import TensorInfo
@@ -41,7 +41,8 @@ def slices_of(entry: PlanEntry, arenas: Mapping[str, Arena]) -> tuple[Slice, ...
     result = []
     for part in entry.slices:
         chunk, offset = arena.place(part.index)
-        result.append(Slice(chunk=chunk, offset=offset, nbytes=part.nbytes, extent=part.extent, layout=entry.layout))
+        extent = entry.layout.contents(part.extent)
+        result.append(Slice(chunk=chunk, offset=offset, nbytes=part.nbytes, extent=extent, layout=entry.layout))
     return tuple(result)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggufstream.backends.base import Backend, Chunk
-from ggufstream.backends.decode import decode
+from ggufstream.decode import decode
 from ggufstream.errors import OptionError, RowIndexError
 from ggufstream.ggml_types import GGMLType
 from ggufstream.gguf_layout import TensorInfo

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -12,9 +13,9 @@ import numpy.typing as npt
 
 from ggufstream.backends.arena import Arena
 from ggufstream.backends.base import Backend, Chunk, Slice
-from ggufstream.errors import ClosedError, OptionError
+from ggufstream.errors import ClosedError, FileChangedError, OptionError
 from ggufstream.file_bytes import read_exactly
-from ggufstream.gguf_file import FileIndex
+from ggufstream.gguf_file import FileIdentity, FileIndex
 from ggufstream.layouts import Bytes
 from ggufstream.plan import LoadPlan, PlanEntry
 from ggufstream.read import MappedSource
@@ -146,12 +147,17 @@ class Storage:
             self.backends[entry.device].read(place.chunk, place.offset + offset, destination)
 
     def read_file(self, entry: PlanEntry, offset: int, destination: Bytes) -> None:
-        """Read bytes of a tensor that stays in the file. Blocks."""
+        """Read bytes of a tensor that are to be had from the file alone. Blocks."""
         tensor = entry.tensor
-        path = self.index.shards[tensor.shard].path
-        read_exactly(
-            self._descriptors[tensor.shard], destination, tensor.offset + offset, file=path, tensor=tensor.name
-        )
+        shard, descriptor = self.index.shards[tensor.shard], self._descriptors[tensor.shard]
+        read_exactly(descriptor, destination, tensor.offset + offset, file=shard.path, tensor=tensor.name)
+        if FileIdentity.of(os.fstat(descriptor)) != shard.identity:
+            raise FileChangedError(
+                f"changed after it was loaded, so the bytes of {tensor.name} cannot be had from it any more",
+                file=shard.path,
+                tensor=tensor.name,
+                remedy="Load it again when nothing writes to it",
+            )
 
     def host_memory(self, entry: PlanEntry) -> Bytes:
         """The bytes of a tensor that lies in one slice of host memory, read-only.

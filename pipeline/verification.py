@@ -1,6 +1,7 @@
 """Is the model that was loaded the model in the file? Every byte is compared, and every product, and rows of every table.
 
-Weights are read back from where they lie, their layout is undone, and the bytes are compared with the file's. Then
+Weights are read back from where they lie, their layout is undone, and the bytes are compared with the file's; where a
+weight was decoded when it was loaded, its floats with those that the reference decoder makes of the file's bytes. Then
 each weight that can be multiplied is multiplied with two fixed vectors, and the result is compared with the reference
 product of the bytes in the file: that finds what comparing bytes cannot, a device that reads them wrongly. Of each
 lookup table some rows are asked for, here and on the device that it lies on, and compared bit for bit with what the
@@ -20,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ggufstream.backends.base import Chunk, Slice
-from ggufstream.backends.decode import DECODABLE, decode
 from ggufstream.backends.products import linear_by_decoding, multiply_in_order
+from ggufstream.decode import DECODABLE, decode
 from ggufstream.errors import FileChangedError, UnreadableFileError
 from ggufstream.file_bytes import read_exactly
 from ggufstream.gguf_file import FileIdentity, Shard
@@ -58,6 +59,8 @@ class VerifyReport:
     tensors: int
     bytes: int
     """File bytes that were compared."""
+    decoded: int
+    """Tensors that lie decoded where they were loaded: compared were their floats, with the reference decoder's."""
     products: int
     """Weights whose product was compared."""
     largest_product_error: float
@@ -113,6 +116,7 @@ async def verify(model: Model, *, on_tensor: Callable[[str], None] | None = None
     return VerifyReport(
         tensors=len(model),
         bytes=sum(weight.nbytes for weight in model.values()),
+        decoded=sum(weight.is_decoded for weight in model.values()),
         products=products,
         largest_product_error=worst,
         tables=tables,
@@ -123,11 +127,12 @@ async def verify(model: Model, *, on_tensor: Callable[[str], None] | None = None
 
 
 async def _compare_bytes(weight: Weight, tensor: TensorInfo, files: _Files) -> str | None:
-    """Where the loaded bytes first differ from the file's, or ``None``."""
-    size = tensor.type.block_bytes
+    """Where the loaded bytes first differ from the file's, or the floats from the reference decoder's; or ``None``."""
     for first, count in weight.windows():
-        loaded = await weight.read_blocks(first, count)
-        where = await in_thread(partial(files.compare, tensor, first * size, loaded))
+        loaded = await weight.read_stored(first, count)
+        where = await in_thread(partial(files.compare, tensor, first, count, loaded, is_decoded=weight.is_decoded))
+        if where is not None and weight.is_decoded:
+            return f"float {where // 4:,}, decoded from {tensor.type.name}, is not what the reference makes of the file"
         if where is not None:
             return f"byte {where:,} of {tensor.nbytes:,} differs from the file"
     return None
@@ -237,13 +242,18 @@ class _Files:
             tensor=tensor.name,
         )
 
-    def compare(self, tensor: TensorInfo, offset: int, loaded: Bytes) -> int | None:
-        """The first byte of the tensor that differs, from ``offset`` on."""
-        expected = np.empty_like(loaded)
-        self.read(tensor, tensor.offset + offset, expected)
+    def compare(self, tensor: TensorInfo, first: int, count: int, loaded: Bytes, *, is_decoded: bool) -> int | None:
+        """The first byte that differs in these blocks, or in their elements as the reference decodes them; counted from
+        the start of the tensor.
+        """
+        size = tensor.type.block_bytes
+        expected = np.empty(count * size, np.uint8)
+        self.read(tensor, tensor.offset + first * size, expected)
+        if is_decoded:
+            expected = decode(tensor.type, expected).view(np.uint8)
         if np.array_equal(expected, loaded):
             return None
-        return offset + int(np.flatnonzero(expected != loaded)[0])
+        return first * (loaded.size // count) + int(np.flatnonzero(expected != loaded)[0])
 
     def reference(self, tensor: TensorInfo, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """The product as ``cpu_scalar`` computes it, from the bytes in the file."""

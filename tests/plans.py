@@ -91,16 +91,16 @@ def replace_index(index: FileIndex, **changes: Any) -> FileIndex:
 
 
 class Device(BackendWrapper):
-    """A simulated device with changed capabilities, and ``resolve`` where given."""
+    """A simulated device, or another one, with changed capabilities, and ``resolve`` where given."""
 
     def __init__(
         self,
-        profile: str = "discrete-24g",
+        device: str | Backend = "discrete-24g",
         *,
         resolve: Callable[[GGMLType, tuple[int, ...], Intent], Layout | None] | None = None,
         **capabilities: Any,
     ) -> None:
-        super().__init__(SimulatedBackend(profile))
+        super().__init__(SimulatedBackend(device) if isinstance(device, str) else device)
         self._changes = capabilities
         self._resolve = resolve
 

@@ -21,6 +21,7 @@ from ggufstream import cli
 from ggufstream.commands import commands
 from ggufstream.trace_file import decode
 from tests import gguf_builder as gb
+from tests.small_models import write_model
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -204,18 +205,26 @@ def test_verify_agrees(call: Callable[..., tuple[int, str, str]], small: Path) -
     assert call("verify", "--backend", "cpu", small)[1].count("the model is what the file has") == 1
 
 
+def test_verify_says_what_was_compared_as_floats(call: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", [("blk.0.attn_q.weight", "IQ2_XXS", (256, 9))])
+    code, out, _ = call("verify", "--json", "--backend", "simulated:gb10", path)
+    assert (code, json.loads(out)["decoded"]) == (0, 1)
+    assert "byte for byte; 1 of them decoded, as floats" in call("verify", "--backend", "simulated:gb10", path)[1]
+    assert "decoded" not in call("verify", "--backend", "cpu", path)[1]
+
+
 def test_verify_names_what_differs(
     call: Callable[..., tuple[int, str, str]], small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ggufstream.model import Weight
 
-    real = Weight.read_blocks
+    real = Weight.read_stored
 
     async def flipped(self: Weight, first: int, count: int) -> Any:
         data = await real(self, first, count)
         return data ^ 1 if self.name == "output_norm.weight" else data
 
-    monkeypatch.setattr(Weight, "read_blocks", flipped)
+    monkeypatch.setattr(Weight, "read_stored", flipped)
     code, out, _ = call("verify", "--json", "--backend", "cpu", small)
     assert code == 5
     assert [found["tensor"] for found in json.loads(out)["differing"]] == ["output_norm.weight"]

@@ -14,8 +14,8 @@ import pytest
 from ggufstream.backends.base import Backend, Intent, Slice
 from ggufstream.backends.cpu import CpuBackend
 from ggufstream.backends.cpu_scalar import CpuScalarBackend
-from ggufstream.backends.decode import DECODABLE, decode
 from ggufstream.backends.products import linear_by_decoding, multiply_in_order
+from ggufstream.decode import DECODABLE, decode
 from ggufstream.errors import OptionError, UnsupportedByDeviceError
 from ggufstream.ggml_types import BY_NAME
 from ggufstream.layouts import F32, X8, Layout, Planar, Raw
@@ -118,9 +118,9 @@ def test_x8_is_chosen_on_request_only() -> None:
 
 def test_an_error_in_a_thread_is_raised(stack: ExitStack) -> None:
     backend = stack.enter_context(CpuBackend())
-    blocks = np.zeros(6000 * 2 * BY_NAME["IQ2_XXS"].block_bytes, np.uint8)
-    weight = placed(stack, backend, blocks, BY_NAME["IQ2_XXS"], row_blocks=2, layout=Raw())
-    with pytest.raises(UnsupportedByDeviceError, match="IQ2_XXS"):
+    blocks = np.zeros(6000 * 2 * BY_NAME["Q8_K"].block_bytes, np.uint8)
+    weight = placed(stack, backend, blocks, BY_NAME["Q8_K"], row_blocks=2, layout=Raw())
+    with pytest.raises(UnsupportedByDeviceError, match="Q8_K"):
         backend.linear(weight, vectors(1, 512))
 
 
@@ -203,7 +203,7 @@ def test_an_operand_that_does_not_fit(backend: Backend, stack: ExitStack, x: npt
 
 
 def test_a_type_without_decoder(backend: Backend, stack: ExitStack) -> None:
-    blocks = np.zeros(BY_NAME["IQ2_XXS"].block_bytes, np.uint8)
-    weight = placed(stack, backend, blocks, BY_NAME["IQ2_XXS"], row_blocks=1, layout=Raw())
-    with pytest.raises(UnsupportedByDeviceError, match="IQ2_XXS"):
+    blocks = np.zeros(BY_NAME["Q8_K"].block_bytes, np.uint8)
+    weight = placed(stack, backend, blocks, BY_NAME["Q8_K"], row_blocks=1, layout=Raw())
+    with pytest.raises(UnsupportedByDeviceError, match="Q8_K"):
         backend.linear(weight, vectors(1, 256))

@@ -228,11 +228,14 @@ def test_halves_are_widened_where_the_device_has_none(index: FileIndex) -> None:
     assert halves - 64 < more < halves + 64
 
 
-def test_a_type_that_the_device_lacks_stays_on_the_host(index: FileIndex) -> None:
-    load_plan = plan_of(index, Device(resolve=without("Q4_K")))
+@pytest.mark.parametrize(("type_name", "lacks"), [("Q8_K", ["Q8_K"]), ("Q4_K", ["Q4_K", "F32"])])
+def test_a_type_that_the_device_lacks_stays_on_the_host(type_name: str, lacks: list[str]) -> None:
+    """It cannot be decoded, or the device does not multiply floats either."""
+    specs = [spec._replace(type=type_name) if spec.type == "Q4_K" else spec for spec in MODEL]
+    load_plan = plan_of(index_of(specs), Device(resolve=without(*lacks)))
     e = entry(load_plan, "blk.1.attn_q.weight")
     assert (e.placement, e.layout.name) == (Placement.HOST, "raw")
-    assert "Q4_K" in e.reason
+    assert type_name in e.reason
     assert "LINEAR" in e.reason
     assert ("blk.1.attn_q.weight", e.reason) in load_plan.fallbacks
     assert load_plan.arenas[HOST].planned_bytes >= e.tensor.nbytes

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ggufstream.ggml_types import BY_NAME, GGMLType
-from ggufstream.layouts import Extent, Layout, Planar, Raw, Run
+from ggufstream.layouts import F32, Extent, Layout, Planar, Raw, Run
 from ggufstream.ranges import MAX_PIECES, Range, SliceSource, cut
 
 
@@ -60,13 +60,13 @@ def sources(draw: st.DrawFn) -> list[SliceSource]:
         made = source(
             offset,
             entry=entry,
-            type_name=draw(st.sampled_from(["I8", "F32", "Q8_0", "Q6_K"])),
+            type_name=draw(st.sampled_from(["F16", "F32", "Q8_0", "Q6_K", "IQ1_S"])),
             rows=draw(st.integers(1, 40)),
             row_blocks=draw(st.sampled_from([1, 2, 3, 50])),
             arena=draw(st.sampled_from(["device", "device", "host"])),
             shard=shard,
             floor=ends[shard],
-            layout=draw(st.sampled_from([Raw(), Planar(), Grouped()])),
+            layout=draw(st.sampled_from([Raw(), Planar(), Grouped(), F32()])),
         )
         ends[shard] = offset + made.extent.file_bytes
         result.append(made)
@@ -98,7 +98,7 @@ def check(given_: Sequence[SliceSource], ranges: Sequence[Range], *, limit: int,
             runs[piece.entry].append(piece.runs)
             order.append(piece.entry)
         assert position == part.nbytes
-        if part.nbytes > limit:
+        if max(part.nbytes, sum(run.nbytes for piece in part.pieces for run in piece.runs)) > limit:
             made = by_entry[part.pieces[0].entry]
             assert len(part.pieces) == 1
             block_bytes = made.extent.type.block_bytes
@@ -112,7 +112,8 @@ def check(given_: Sequence[SliceSource], ranges: Sequence[Range], *, limit: int,
         block_bytes, unit = made.extent.type.block_bytes, made.layout.granule(made.extent)
         assert all(first % (unit * block_bytes) == 0 for first, _ in found)
         row_bytes = made.extent.row_blocks * block_bytes
-        if row_bytes <= limit:
+        packed = sum(run.nbytes for run in made.layout.runs(made.extent, 0, made.extent.row_blocks))
+        if max(row_bytes, packed) <= limit:
             assert all(first % row_bytes == 0 for first, _ in found), "a row that is small enough is cut"
         for (first, last), piece_runs in zip(found, runs[made.entry], strict=True):
             count = (last - first) // block_bytes

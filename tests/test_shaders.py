@@ -15,9 +15,9 @@ import numpy.typing as npt
 import pytest
 
 from ggufstream.backends.base import Backend, Slice
-from ggufstream.backends.decode import DECODABLE, decode
 from ggufstream.backends.vulkan import compute, gather
 from ggufstream.backends.vulkan.backend import VulkanBackend
+from ggufstream.decode import DECODABLE, LATTICE, decode
 from ggufstream.errors import ClosedError, OptionError, UnsupportedByDeviceError
 from ggufstream.ggml_types import BY_NAME, GGMLType
 from ggufstream.layouts import F32, Bytes, Planar, Raw
@@ -85,6 +85,14 @@ def test_long_rows_stay_exact(backend: VulkanBackend, stack: ExitStack, name: st
 def test_widened_weights(backend: VulkanBackend, stack: ExitStack, name: str) -> None:
     ggml_type, blocks, w = weights(name, 9, 65)
     check(backend, placed(stack, backend, blocks, ggml_type, row_blocks=65, layout=F32(), cuts=(4,)), w, 5)
+
+
+@pytest.mark.parametrize("name", sorted(LATTICE))
+def test_decoded_weights(backend: VulkanBackend, stack: ExitStack, name: str) -> None:
+    ggml_type, blocks, w = weights(name, 37, 3)
+    weight = placed(stack, backend, blocks, ggml_type, row_blocks=3, layout=F32(), cuts=(5, 5, 18), lead=100)
+    for n in (1, 3, 17):
+        check(backend, weight, w, n)
 
 
 def test_unquantized_weights_are_used_raw(backend: VulkanBackend, stack: ExitStack) -> None:
@@ -217,8 +225,8 @@ def test_what_is_kept_is_freed_and_closed_is_closed(stack: ExitStack) -> None:
         backend.linear(weight, np.zeros((1, 64), np.float32))
 
 
-def test_every_type_that_can_be_decoded_has_a_shader() -> None:
-    assert compute.SUPPORTED == DECODABLE
+def test_every_type_with_a_decoder_has_a_shader_but_those_with_codebooks() -> None:
+    assert compute.SUPPORTED == DECODABLE - LATTICE
 
 
 def test_every_shader_is_compiled_and_every_compiled_shader_has_a_source() -> None:

@@ -32,6 +32,10 @@ def finite_blocks(ggml_type: GGMLType, n: int, *, seed: int) -> Bytes:
                 values = (rng.standard_normal(n) / 16).astype(np.float16)
             case "MXFP4", "e", _:
                 values = rng.integers(118, 126, n, np.uint8)
+            case "IQ1_M", "scales", _:  # four words of three scales each; the upper nibbles together are the float16
+                values = rng.integers(0, 1 << 12, (n, 4)).astype(np.uint16)
+                half = (rng.standard_normal(n) / 16).astype(np.float16).view(np.uint16)
+                values |= (half[:, None] >> np.arange(0, 16, 4, np.uint16) & 15) << 12
             case "NVFP4", "d", _:
                 values = rng.integers(0, 128, (n, 4), np.uint8)
             case _:
@@ -71,7 +75,8 @@ def placed(
     slices = []
     for extent, offset in zip(extents, offsets, strict=True):
         nbytes = layout.nbytes(extent)
-        slices.append(Slice(chunk=chunk, offset=offset, nbytes=nbytes, extent=extent, layout=layout))
+        stored = layout.contents(extent)
+        slices.append(Slice(chunk=chunk, offset=offset, nbytes=nbytes, extent=stored, layout=layout))
         if nbytes == 0:
             continue
         source, blocks = blocks[: extent.file_bytes], blocks[extent.file_bytes :]

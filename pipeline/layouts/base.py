@@ -1,12 +1,13 @@
 """What a layout is: a pure rule for where the bytes of a slice lie at the destination.
 
-A layout is asked four things, all in terms of the slice's :class:`Extent`:
+A layout is asked five things, all in terms of the slice's :class:`Extent`:
 
 * ``nbytes``: the size of the whole slice. The plan sums these, and nothing else sizes an arena.
 * ``runs``: where a contiguous stretch of blocks lands in the slice: one contiguous run for ``raw``, one run in each
   plane for ``planar``. A packer writes exactly those runs; a staged upload copies exactly those runs.
 * ``pack``: file bytes into runs.
 * ``unpack``: runs back into file bytes, the inverse of ``pack``.
+* ``contents``: what ``unpack`` gives, where that is not what was packed: packing has decoded it.
 """
 
 from __future__ import annotations
@@ -62,6 +63,12 @@ class Layout(ABC):
     def accepts(self, ggml_type: GGMLType) -> bool:
         """Whether blocks of this type can be packed."""
 
+    def contents(self, extent: Extent) -> Extent:
+        """What a packed slice holds, and ``unpack`` gives back: the extent itself, or, where packing decodes blocks for
+        good, its elements as blocks of another type.
+        """
+        return extent
+
     @abstractmethod
     def nbytes(self, extent: Extent) -> int:
         """Bytes that a packed slice takes: the end of its last run."""
@@ -80,7 +87,7 @@ class Layout(ABC):
 
     @abstractmethod
     def unpack(self, extent: Extent, runs: Sequence[Bytes], destination: Bytes) -> None:
-        """Restore the stretch of blocks as they were in the file from its runs."""
+        """Restore the stretch of blocks as they were in the file, or their ``contents``, from its runs."""
 
     def __repr__(self) -> str:
         return self.name

@@ -1,64 +1,57 @@
-"""``f32``: half-precision values widened to float32, exactly.
+"""``f32``: every element as float32, exactly: what the decoder of its type makes of it.
 
-Every F16 and BF16 value is a float32 value, so widening loses nothing and can be undone. It is done on the bits: a
-conversion by the processor would quieten signalling NaNs, and then ``unpack(pack(x)) == x`` would not hold.
+Every F16 and BF16 value is a float32 value, so widening loses nothing and can be undone. Blocks of quantized types are
+decoded for good: their bytes cannot be had from the elements again (``contents``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
-from ggufstream.ggml_types import GGMLType
+from ggufstream.decode import DECODABLE, decode
+from ggufstream.ggml_types import BY_NAME, GGMLType
 from ggufstream.layouts.base import Bytes, Extent, Layout, Run
 
 __all__ = ["F32"]
 
-_STEP = 1 << 14
-"""Elements at a time: numpy makes 8-byte indices of them, which stay in the processor's cache this way."""
-
-
-@cache
-def _f16_to_f32_bits() -> npt.NDArray[np.uint32]:
-    """Float32 bits of each of the 65,536 float16 values, NaN payloads kept."""
-    half = np.arange(1 << 16, dtype=np.uint16)
-    table = half.view(np.float16).astype(np.float32).view(np.uint32)
-    wide = half.astype(np.uint32)
-    nan = (wide & 0x7C00 == 0x7C00) & (wide & 0x3FF != 0)
-    table[nan] = (wide[nan] & 0x8000) << 16 | 0x7F800000 | (wide[nan] & 0x3FF) << 13
-    return table
+_STEP_ELEMENTS = 1 << 18
+"""Decoded at a time, into 1 MiB beside the run: arithmetic in place would read the run, too."""
 
 
 class F32(Layout):
-    """F32, F16 or BF16 elements as float32 in file order."""
+    """Elements as float32 in file order."""
 
     name: ClassVar[str] = "f32"
 
     def accepts(self, ggml_type: GGMLType) -> bool:
-        return ggml_type.name in {"F32", "F16", "BF16"}
+        return ggml_type.name in DECODABLE
+
+    def contents(self, extent: Extent) -> Extent:
+        if not extent.type.is_quantized:
+            return extent
+        return replace(extent, type=BY_NAME["F32"], row_blocks=extent.row_blocks * extent.type.block_elements)
 
     def nbytes(self, extent: Extent) -> int:
-        return 4 * extent.blocks
+        return 4 * extent.blocks * extent.type.block_elements
 
     def runs(self, extent: Extent, first: int, count: int) -> tuple[Run, ...]:
-        return (Run(4 * first, 4 * count),)
+        size = 4 * extent.type.block_elements
+        return (Run(size * first, size * count),)
 
     def pack(self, extent: Extent, source: Bytes, runs: Sequence[Bytes]) -> None:
-        match extent.type.name:
-            case "F16":
-                table, half, bits = _f16_to_f32_bits(), source.view(np.uint16), runs[0].view(np.uint32)
-                for start in range(0, half.size, _STEP):
-                    step = slice(start, start + _STEP)
-                    # mode="clip" writes straight into the output; the default mode would buffer it whole.
-                    np.take(table, half[step], out=bits[step], mode="clip")
-            case "BF16":
-                np.left_shift(source.view(np.uint16), 16, out=runs[0].view(np.uint32), dtype=np.uint32)
-            case _:
-                np.copyto(runs[0], source)
+        ggml_type, elements = extent.type, runs[0].view(np.float32)
+        if not ggml_type.is_quantized:
+            decode(ggml_type, source, elements)
+            return
+        step = max(1, _STEP_ELEMENTS // ggml_type.block_elements)
+        for start in range(0, source.size // ggml_type.block_bytes, step):
+            some = decode(ggml_type, source[start * ggml_type.block_bytes : (start + step) * ggml_type.block_bytes])
+            first = start * ggml_type.block_elements
+            np.copyto(elements[first : first + some.size], some)
 
     def unpack(self, extent: Extent, runs: Sequence[Bytes], destination: Bytes) -> None:
         match extent.type.name:

@@ -4,12 +4,14 @@ One small function a type, over many blocks at once. The formats are the ``block
 ``ggml-common.h`` and its ``dequantize_row_*`` functions; the operations run in float32 and in their order, so that the
 results are theirs bit for bit. Fields come from the type table; nothing here counts bytes of a block.
 
-The lattice types (IQ1, IQ2, IQ3) need large codebooks and have no decoder; Q8_1 and Q8_K never hold weights.
+The lattice types (IQ1, IQ2, IQ3) need large codebooks: those of the ``gguf`` package decode them. Q8_1 and Q8_K never
+hold weights and have no decoder.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,10 +20,10 @@ import numpy.typing as npt
 
 from ggufstream.errors import UnsupportedByDeviceError
 from ggufstream.ggml_types import GGMLType
-from ggufstream.layouts import F32, Bytes, Extent
 
-__all__ = ["DECODABLE", "decode"]
+__all__ = ["DECODABLE", "LATTICE", "decode"]
 
+_Bytes: TypeAlias = npt.NDArray[np.uint8]
 _Floats: TypeAlias = npt.NDArray[np.float32]
 _Blocks: TypeAlias = npt.NDArray[np.void]
 
@@ -55,14 +57,14 @@ class _Parts(NamedTuple):
             np.add(grouped, self.offset[:, :, None], out=grouped)
 
 
-def decode(ggml_type: GGMLType, blocks: Bytes, out: _Floats | None = None) -> _Floats:
+def decode(ggml_type: GGMLType, blocks: _Bytes, out: _Floats | None = None) -> _Floats:
     """Decode whole blocks of one type into float32.
 
     Args:
         ggml_type: One of :data:`DECODABLE`.
-        blocks: File bytes, a multiple of ``ggml_type.block_bytes``. The result takes four bytes an element and the
-            work about as much again, so the caller passes pieces of a few MiB.
-        out: Where the elements go, shape ``(n,)`` and contiguous; ``None``: into new memory.
+        blocks: File bytes, a multiple of ``ggml_type.block_bytes``. The result takes four bytes an element, the work
+            about as much again, and three times as much for a lattice type, so the caller passes pieces of a few MiB.
+        out: Where the elements go, shape ``(n,)`` and contiguous; it may be read, too. ``None``: into new memory.
 
     Returns:
         All elements in file order, shape ``(n,)``.
@@ -70,28 +72,64 @@ def decode(ggml_type: GGMLType, blocks: Bytes, out: _Floats | None = None) -> _F
     Raises:
         UnsupportedByDeviceError: There is no decoder for this type.
     """
+    if out is None:
+        out = np.empty(blocks.size // ggml_type.block_bytes * ggml_type.block_elements, np.float32)
     if ggml_type.name in _WIDENED:
-        wide = np.empty(blocks.size // ggml_type.block_bytes, np.float32) if out is None else out
-        _WIDEN.pack(
-            Extent(type=ggml_type, rows=1, row_blocks=wide.size),
-            blocks,
-            (wide.view(np.uint8),),
-        )
-        return wide
-    decoder = _DECODERS.get(ggml_type.name)
-    if decoder is None:
-        raise UnsupportedByDeviceError(
-            f"there is no decoder for elements of type {ggml_type.name}",
-            backend="host",
-            remedy="Convert the file to a type that has one, such as Q8_0 or Q4_K",
-        )
+        _widen(ggml_type.name, blocks, out.view(np.uint32))
+        return out
     # Random bytes make infinite and NaN scales; their products are what ggml gives, and worth no warning.
     with np.errstate(invalid="ignore", over="ignore"):
-        parts = decoder(blocks.view(ggml_type.block_dtype))
-        if out is None:
-            out = np.empty(parts.values.size, np.float32)
-        parts.write(out)
-        return out
+        if ggml_type.name in _DECODERS:
+            _DECODERS[ggml_type.name](blocks.view(ggml_type.block_dtype)).write(out)
+        elif ggml_type.name in LATTICE:
+            _decode_lattice(ggml_type.name, blocks.reshape(-1, ggml_type.block_bytes), out)
+        else:
+            raise UnsupportedByDeviceError(
+                f"there is no decoder for elements of type {ggml_type.name}",
+                backend="host",
+                remedy="Convert the file to a type that has one, such as Q8_0 or Q4_K",
+            )
+    return out
+
+
+# Floats. Widening is done on the bits: a conversion by the processor would quieten signalling NaNs.
+
+_STEP = 1 << 14
+"""Elements at a time: numpy makes 8-byte indices of them, which stay in the processor's cache this way."""
+
+
+@cache
+def _f16_to_f32_bits() -> npt.NDArray[np.uint32]:
+    """Float32 bits of each of the 65,536 float16 values, NaN payloads kept."""
+    half = np.arange(1 << 16, dtype=np.uint16)
+    table = half.view(np.float16).astype(np.float32).view(np.uint32)
+    wide = half.astype(np.uint32)
+    nan = (wide & 0x7C00 == 0x7C00) & (wide & 0x3FF != 0)
+    table[nan] = (wide[nan] & 0x8000) << 16 | 0x7F800000 | (wide[nan] & 0x3FF) << 13
+    return table
+
+
+def _widen(name: str, source: _Bytes, bits: npt.NDArray[np.uint32]) -> None:
+    """Float32 bits of F32, F16 or BF16 elements; ``bits`` is written forwards and never read."""
+    match name:
+        case "F16":
+            table, half = _f16_to_f32_bits(), source.view(np.uint16)
+            for start in range(0, half.size, _STEP):
+                step = slice(start, start + _STEP)
+                # mode="clip" writes straight into the output; the default mode would buffer it whole.
+                np.take(table, half[step], out=bits[step], mode="clip")
+        case "BF16":
+            np.left_shift(source.view(np.uint16), 16, out=bits, dtype=np.uint32)
+        case _:
+            np.copyto(bits.view(np.uint8), source)
+
+
+def _decode_lattice(name: str, blocks: npt.NDArray[np.uint8], out: _Floats) -> None:
+    from gguf import GGMLQuantizationType, quants  # larger than all of this module; few files need it
+
+    if blocks.size:
+        elements: _Floats = quants.dequantize(blocks, GGMLQuantizationType[name])
+        np.copyto(out, elements.reshape(-1))
 
 
 # Access to fields. Every function below sees ``n`` blocks and works on arrays of shape ``(n, …)``.
@@ -267,8 +305,10 @@ def _iq4_xs(b: _Blocks) -> _Parts:
     return _Parts(scale, _IQ4[_bit_fields(_bytes(b, "qs"), 4, 16)])
 
 
-_WIDEN = F32()
 _WIDENED = frozenset({"F32", "F16", "BF16"})
+
+LATTICE: frozenset[str] = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"})
+"""Names of the types whose blocks hold places in a lattice, of which only a codebook knows the points."""
 
 _DECODERS: Mapping[str, Callable[[_Blocks], _Parts]] = MappingProxyType(
     {
@@ -294,5 +334,5 @@ _DECODERS: Mapping[str, Callable[[_Blocks], _Parts]] = MappingProxyType(
     }
 )
 
-DECODABLE: frozenset[str] = _WIDENED | frozenset(_DECODERS)
+DECODABLE: frozenset[str] = _WIDENED | frozenset(_DECODERS) | LATTICE
 """Names of the types that :func:`decode` takes."""
