@@ -112,6 +112,8 @@ class Loader:
             self._options = self._options.replace(staging_bytes=staging_bytes)
         self._budget = ByteBudget(self._options.staging_bytes)
         self._slots = _Slots(max_jobs)
+        self._numbers = itertools.count()
+        """Of jobs, in the order of their submission."""
         self._loads: list[SharedLoad] = []
         self._jobs: list[LoadJob] = []
         self._tasks: TaskGroup | None = None
@@ -194,10 +196,12 @@ class Loader:
             job_id=uuid.uuid4().hex[:12], path=checked_path(path), priority=priority, sinks=sinks, log=self._log
         )
         self._jobs.append(job)
-        self._tasks.start_soon(partial(self._admit, job, chosen, given, wait=wait))
+        self._tasks.start_soon(partial(self._admit, job, chosen, given, number=next(self._numbers), wait=wait))
         return job
 
-    async def _admit(self, job: LoadJob, options: LoadOptions, devices: Sequence[str | Backend], *, wait: bool) -> None:
+    async def _admit(
+        self, job: LoadJob, options: LoadOptions, devices: Sequence[str | Backend], *, number: int, wait: bool
+    ) -> None:
         """Join a load of the same file, or run a new one."""
         from ggufstream.job import SharedLoad
 
@@ -218,7 +222,7 @@ class Loader:
         )
         shared.add(job)
         self._loads.append(shared)
-        await self._run(shared, wait=wait)
+        await self._run(shared, number=number, wait=wait)
 
     async def _same(
         self, identity: FileIdentity | None, options: LoadOptions, devices: Sequence[str | Backend]
@@ -239,26 +243,27 @@ class Loader:
         if shared in self._loads:
             self._loads.remove(shared)
 
-    async def _run(self, shared: SharedLoad, *, wait: bool) -> None:
+    async def _run(self, shared: SharedLoad, *, number: int, wait: bool) -> None:
         """Carry a load out. How it ends is told to its jobs, and to nobody else."""
         failure: Exception | None = _cancelled(shared.path)
         try:
             with shared.scope:
-                failure = await self._failure(shared, wait=wait)
+                failure = await self._failure(shared, number=number, wait=wait)
         finally:
             await uninterrupted(shared.conclude(failure))
             if not shared.can_be_joined:
                 self._forget(shared)
 
-    async def _failure(self, shared: SharedLoad, *, wait: bool) -> Exception | None:
+    async def _failure(self, shared: SharedLoad, *, number: int, wait: bool) -> Exception | None:
         """Load when it is this one's turn; the error, or ``None`` if there is none."""
         from ggufstream.execution import Execution
 
         assert self._reservations is not None
-        shared.emit(LoadStarted(load_id=shared.load_id, file=shared.path))
         while True:
             freed = self._reservations.freed
-            async with self._slots.taken(shared.priority):
+            async with self._slots.taken(shared.priority, number):
+                if shared.execution is None:  # its first turn
+                    shared.emit(LoadStarted(load_id=shared.load_id, file=shared.path))
                 shared.execution = Execution(
                     load_id=shared.load_id,
                     path=shared.path,
@@ -301,7 +306,6 @@ class _Slots:
     def __init__(self, total: int) -> None:
         self._free = total
         self._total = total
-        self._count = itertools.count()
         self._waiting: list[tuple[int, int, anyio.Event]] = []
 
     @property
@@ -313,12 +317,12 @@ class _Slots:
         return len(self._waiting)
 
     @asynccontextmanager
-    async def taken(self, priority: int) -> AsyncIterator[None]:
-        """Wait for a slot and hold it."""
+    async def taken(self, priority: int, number: int) -> AsyncIterator[None]:
+        """Wait for a slot and hold it. The highest priority goes first, then the lowest number."""
         if self._free and not self._waiting:
             self._free -= 1
         else:
-            turn = (-priority, next(self._count), anyio.Event())
+            turn = (-priority, number, anyio.Event())
             heapq.heappush(self._waiting, turn)
             try:
                 await turn[2].wait()

@@ -561,6 +561,7 @@ async def test_the_highest_priority_goes_first_then_the_oldest(
             await entered(gate)
             jobs = [submit(name, n) for name, n in [("low", -1), ("a", 0), ("high", 7), ("b", 0), ("gone", 9)]]
             await until(lambda: loader.statistics()["queued"] == 5)
+            assert {job.progress.stage for job in jobs} == {"queued"}
             assert await jobs[-1].cancel() is True
             assert loader.statistics()["queued"] == 4
             assert loader.statistics()["running"] == 1
