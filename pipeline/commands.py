@@ -454,8 +454,8 @@ def load(file: str, *, trace: str | None, as_json: bool, log_format: LogFormat, 
 def verify(file: str, *, trace: str | None, as_json: bool, log_format: LogFormat, **given: Any) -> int:
     """Load FILE and check what arrived.
 
-    Every tensor is read back and compared with the file, byte for byte, its products with the reference, and rows of
-    lookup tables, too. Exit code 5 if anything differs.
+    Every tensor is read back and compared with the file, byte for byte (one that was decoded, with what the reference
+    decodes), its products with the reference, and rows of lookup tables, too. Exit code 5 if anything differs.
     """
     options, several = _settle(log_format=log_format, **given)
     from ggufstream.loader import load as load_model

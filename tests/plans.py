@@ -95,12 +95,12 @@ class Device(BackendWrapper):
 
     def __init__(
         self,
-        device: str | Backend = "discrete-24g",
+        inner: str | Backend = "discrete-24g",
         *,
         resolve: Callable[[GGMLType, tuple[int, ...], Intent], Layout | None] | None = None,
         **capabilities: Any,
     ) -> None:
-        super().__init__(SimulatedBackend(device) if isinstance(device, str) else device)
+        super().__init__(SimulatedBackend(inner) if isinstance(inner, str) else inner)
         self._changes = capabilities
         self._resolve = resolve
 
