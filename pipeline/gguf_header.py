@@ -37,7 +37,15 @@ from ggufstream.gguf_arrays import (
     LazyArray,
     decode_text,
 )
-from ggufstream.gguf_layout import TOO_LARGE, TensorInfo, check_layout, quoted, settle_q2_0, truncated_remedy
+from ggufstream.gguf_layout import (
+    TOO_LARGE,
+    TensorInfo,
+    check_layout,
+    quoted,
+    remedy_by_name,
+    settle_q2_0,
+    truncated_remedy,
+)
 
 __all__ = ["Header", "Steps", "parse_header"]
 
@@ -460,4 +468,5 @@ def _check_magic(path: str, size: int, head: bytes) -> None:
             what = what.format(size=size)
             raise NotGGUFError(f"this is {what} (magic {head[:4]!r})", file=path, offset=0, remedy=remedy)
     what = f"not a GGUF file: the magic is {head[:4]!r}, not b'GGUF'"
-    raise NotGGUFError(what, file=path, offset=0, remedy="Check that the path names a GGUF model.")
+    remedy = remedy_by_name(path) or "Check that the path names a GGUF model."
+    raise NotGGUFError(what, file=path, offset=0, remedy=remedy)

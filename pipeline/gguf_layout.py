@@ -16,7 +16,7 @@ from itertools import pairwise
 from ggufstream.errors import MalformedFileError, TruncatedFileError, UnsupportedFileError
 from ggufstream.ggml_types import Q2_0_G128, GGMLType
 
-__all__ = ["TOO_LARGE", "TensorInfo", "check_layout", "quoted", "settle_q2_0", "truncated_remedy"]
+__all__ = ["TOO_LARGE", "TensorInfo", "check_layout", "quoted", "remedy_by_name", "settle_q2_0", "truncated_remedy"]
 
 TOO_LARGE = 1 << 63
 """Sizes are signed 64-bit integers in ggml and in the system."""
@@ -216,12 +216,21 @@ def _extent(tensor: TensorInfo) -> str:
 
 def truncated_remedy(path: str) -> str:
     """What to do about a file that ends early, read from its name where that tells."""
+    return remedy_by_name(path) or (
+        "The file is truncated, probably by a partial download, or corrupt; compare its size and download it again."
+    )
+
+
+def remedy_by_name(path: str) -> str:
+    """What to do about a file that is no whole model, where its name tells; else nothing."""
     name = os.path.basename(path)
-    if match := re.search(r"\.part-?(\d+)[-_]?of[-_]?(\d+)$", name, re.IGNORECASE):
+    if match := re.search(r"\.part[-_]?([0-9]+)[-_]?of[-_]?([0-9]+)$", name, re.IGNORECASE):
         return f"The name says part {match[1]} of {match[2]} of a file that was cut: join the parts first."
+    if match := re.search(r"\.((part|split)[-_]?([0-9]+|[a-z]{2})|[0-9]{3})$", name, re.IGNORECASE):
+        return f"The name ends in {match[0]!r}, like a part of a file that was cut: join the parts first."
     if match := re.search(r"\.(part|partial|incomplete|crdownload|download|aria2|tmp)$", name, re.IGNORECASE):
         return f"The name ends in {match[0]!r}: the download has probably not finished (truncated file)."
-    return "The file is truncated, probably by a partial download, or corrupt; compare its size and download it again."
+    return ""
 
 
 def quoted(name: str | bytes, limit: int = 120) -> str:

@@ -512,6 +512,11 @@ SHAPES: Mapping[str, Sequence[Spec]] = {
         ("token_embd.weight", "Q8_0", (32, 0)),
         ("z", "I8", (1,)),
     ],
+    "type 42 as it was": [
+        ("blk.0.attn_q.weight", "Q2_0_G128", (256, 9)),
+        ("token_embd.weight", "Q2_0_G128", (128, 30)),
+        ("output_norm.weight", "F32", (5,)),
+    ],
     "every type": [(f"blk.{i}.attn_q.weight", t.name, (t.block_elements, 3)) for i, t in BY_ID.items()],
     "names": [
         (name, "F16", (3, 2))

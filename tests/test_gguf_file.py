@@ -243,8 +243,13 @@ def test_truncated_at_every_byte() -> None:
     for size in range(len(raw)):
         with pytest.raises(FileError) as caught:
             feed(raw[:size])
-        assert isinstance(caught.value, NotGGUFError if size == 0 else TruncatedFileError), size
-        assert caught.value.remedy
+        error = caught.value
+        assert isinstance(error, NotGGUFError if size == 0 else TruncatedFileError), size
+        assert error.remedy
+        if isinstance(error, TruncatedFileError):
+            assert error.needed is not None
+            assert error.available is not None
+            assert error.needed > error.available >= 0
 
 
 def test_every_byte_flipped() -> None:
@@ -704,11 +709,18 @@ async def test_cancelling_waits_and_closes(save: Save) -> None:
         (".incomplete", "'.incomplete'"),
         (".crdownload", "'.crdownload'"),
         (".part1of2", "part 1 of 2"),
+        (".part-01-of-02", "part 01 of 02"),
+        (".partaa", "join"),
+        (".split-ab", "join"),
+        (".001", "join"),
         ("", "download"),
+        (".Q4_0", "download"),
     ],
 )
 async def test_the_name_of_a_cut_file_gives_a_hint(save: Save, suffix: str, word: str) -> None:
     await refused(save(gb.small()[:-9], f"m.gguf{suffix}"), TruncatedFileError, "blk.0.q", word)
+    rest = word if suffix.startswith((".part", ".split", ".0")) else "magic"
+    await refused(save(b"the rest of a file", f"m.gguf{suffix}"), NotGGUFError, rest)
 
 
 # --- Shards ---------------------------------------------------------------------------------------------------------
