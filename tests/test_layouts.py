@@ -207,6 +207,14 @@ def test_f32_accepts_what_can_be_decoded_and_decodes_blocks_for_good() -> None:
             assert F32().contents(extent) is extent
 
 
+def test_more_is_decoded_than_a_step_takes() -> None:
+    extent = Extent(type=BY_NAME["Q8_0"], rows=300, row_blocks=67)  # 643,200 elements, not a multiple of the step
+    blocks = random_bytes(extent.file_bytes, 3)
+    packed = np.zeros(F32().nbytes(extent), np.uint8)
+    F32().pack(extent, blocks, [packed])
+    assert packed.tobytes() == decode(extent.type, blocks).tobytes()
+
+
 def test_a_large_slice_has_offsets_beyond_32_bits() -> None:
     extent = Extent(type=BY_NAME["Q8_0"], rows=1 << 20, row_blocks=1 << 10)
     for layout in (Raw(), Planar()):
