@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from ggufstream.pages import rss_bytes
 TARGETS = {"cancel_ms": 100.0, "lag_p999_ms": 5.0, "lag_max_ms": 20.0, "rss_growth_mib": 16.0}
 
 
-class Left(AssertionError):
+class LeftBehindError(AssertionError):
     """Something was not given back."""
 
 
@@ -55,25 +56,20 @@ def held(path: Path, backend: Backend) -> dict[str, int]:
 def check(before: dict[str, int], path: Path, backend: Backend) -> None:
     after = held(path, backend)
     if after != before:
-        raise Left(f"before {before}, after {after}")
+        raise LeftBehindError(f"before {before}, after {after}")
 
 
 async def events_of(path: Path, backend: Backend, options: dict[str, Any]) -> int:
     """How many events a load has."""
-    count = 0
-
-    def sink(event: Event) -> None:
-        nonlocal count
-        count += 1
-
-    async with await ggufstream.load(path, backend=backend, sinks=[sink], **options):
-        return count
+    events: list[Event] = []
+    async with await ggufstream.load(path, backend=backend, sinks=[events.append], **options):
+        return len(events)
 
 
 async def cancels(path: Path, backend: Backend, options: dict[str, Any], rounds: int) -> dict[str, Any]:
     """Cancel a load at a random event, again and again; milliseconds from the call of ``cancel`` to its return."""
     total = await events_of(path, backend, options)
-    dice = random.Random(1)  # noqa: S311 - moments, not secrets
+    dice = random.Random(1)
     latencies: list[float] = []
     resident: list[int] = []
     async with ggufstream.Loader() as loader:
@@ -93,10 +89,8 @@ async def cancels(path: Path, backend: Backend, options: dict[str, Any], rounds:
             started = time.perf_counter()
             assert await job.cancel()
             latencies.append((time.perf_counter() - started) * 1e3)
-            try:
+            with suppress(JobCancelledError):
                 await job
-            except JobCancelledError:
-                pass
             del job
             check(before, path, backend)
             resident.append(rss_bytes())
@@ -173,7 +167,7 @@ def soak(args: argparse.Namespace) -> list[dict[str, Any]]:
         with open_backend(name, device=device or None, direct=None) as backend:
             for loop in args.loop:
                 rows.append({"backend": spec, "loop": loop, "what": "lag"})
-                rows[-1] |= on_loop(loop, lambda: lags(path, backend, options, args.seconds))  # noqa: B023
+                rows[-1] |= on_loop(loop, lambda: lags(path, backend, options, args.seconds))
                 gc.collect()
             for what, work, rounds in (("cancel", cancels, args.cancels), ("cycles", cycles, args.cycles)):
                 rows.append({"backend": spec, "loop": "asyncio", "what": what})
@@ -214,7 +208,9 @@ def main() -> None:
         failed |= not good
         if not args.json:
             count = row.get("rounds") or row["loads"]
-            print(f"{row['backend']:24} {row['loop']:8} {row['what']:7} ×{count:<5} {text}  {'ok' if good else 'MISSED'}")
+            print(
+                f"{row['backend']:24} {row['loop']:8} {row['what']:7} ×{count:<5} {text}  {'ok' if good else 'MISSED'}"
+            )
     sys.exit(failed)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import os
 import uuid
@@ -12,7 +11,7 @@ from functools import partial
 from importlib import import_module
 from inspect import iscoroutinefunction
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, Unpack
 
 import anyio
 from anyio.abc import TaskGroup
@@ -261,7 +260,7 @@ class Loader:
         assert self._reservations is not None
         while True:
             freed = self._reservations.freed
-            async with self._slots.taken(shared.priority, number):
+            async with self._slots.taken(shared, number):
                 if shared.execution is None:  # its first turn
                     shared.emit(LoadStarted(load_id=shared.load_id, file=shared.path))
                 shared.execution = Execution(
@@ -300,13 +299,24 @@ class Loader:
         }
 
 
+class _Turn(NamedTuple):
+    load: SharedLoad
+    number: int
+    come: anyio.Event
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """The lowest goes first: the highest priority, which may rise while it waits, then the oldest."""
+        return -self.load.priority, self.number
+
+
 class _Slots:
     """How many loads run at once, and who is next."""
 
     def __init__(self, total: int) -> None:
         self._free = total
         self._total = total
-        self._waiting: list[tuple[int, int, anyio.Event]] = []
+        self._waiting: list[_Turn] = []
 
     @property
     def taken_count(self) -> int:
@@ -317,21 +327,20 @@ class _Slots:
         return len(self._waiting)
 
     @asynccontextmanager
-    async def taken(self, priority: int, number: int) -> AsyncIterator[None]:
-        """Wait for a slot and hold it. The highest priority goes first, then the lowest number."""
-        if self._free and not self._waiting:
+    async def taken(self, load: SharedLoad, number: int) -> AsyncIterator[None]:
+        """Wait for a slot and hold it."""
+        if self._free:
             self._free -= 1
         else:
-            turn = (-priority, number, anyio.Event())
-            heapq.heappush(self._waiting, turn)
+            turn = _Turn(load, number, anyio.Event())
+            self._waiting.append(turn)
             try:
-                await turn[2].wait()
+                await turn.come.wait()
             except BaseException:
-                if turn in self._waiting:
-                    self._waiting.remove(turn)
-                    heapq.heapify(self._waiting)
-                else:
+                if turn.come.is_set():
                     self._give()
+                else:
+                    self._waiting.remove(turn)
                 raise
         try:
             yield
@@ -339,8 +348,10 @@ class _Slots:
             self._give()
 
     def _give(self) -> None:
-        if self._waiting:
-            heapq.heappop(self._waiting)[2].set()  # the slot goes straight to the next
+        if self._waiting:  # the slot goes straight to the next
+            turn = min(self._waiting, key=lambda turn: turn.rank)
+            self._waiting.remove(turn)
+            turn.come.set()
         else:
             self._free += 1
 

@@ -564,11 +564,14 @@ async def test_the_highest_priority_goes_first_then_the_oldest(
             assert {job.progress.stage for job in jobs} == {"queued"}
             assert await jobs[-1].cancel() is True
             assert loader.statistics()["queued"] == 4
+            # One more that wants the load of "low", and is in a hurry.
+            jobs[-1] = loader.submit(twin, backend="cpu", chunk_bytes=(1 << 20) + 1, priority=3)
+            await until(lambda: jobs[-1].load is jobs[0].load)
             assert loader.statistics()["running"] == 1
             gate.go_on.set()
-            for job in [running, *jobs[:-1]]:
+            for job in [running, *jobs]:
                 await (await job).aclose()
-            assert order == ["high", "a", "b", "low"]
+            assert order == ["high", "low", "a", "b"]
             assert loader.statistics()["running"] == 0
 
 
