@@ -92,11 +92,11 @@ def _flat(prefix: str, value: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 class StructlogSink:
     """One record an event; the last one, ``load_finished``, holds the whole report (the canonical line of a load).
 
-    What is sent for each range or tensor is at debug level, and costs nothing where that is off. Records go to structlog where the application has configured it,
-    else to the standard library's logger ``ggufstream``: an application that configured neither sees nothing below
-    a warning, and nothing on stdout. Values bound with ``structlog.contextvars`` stay in the records. The end that a
-    caller learns from an exception anyway is no alarm here: ``load_failed`` is at debug level, ``load_cancelled`` at
-    info.
+    What is sent for each range or tensor is at debug level, and costs nothing where that is off. Records go to
+    structlog where the application has configured it, else to the standard library's logger ``ggufstream``: an
+    application that configured neither sees nothing below a warning, and nothing on stdout. Values bound with
+    ``structlog.contextvars`` stay in the records. The end that a caller learns from an exception anyway is no alarm
+    here: ``load_failed`` is at debug level, ``load_cancelled`` at info.
     """
 
     def __init__(self, logger: Any = None) -> None:

@@ -48,7 +48,7 @@ class Failure(NamedTuple):
 class Timeline:
     """A sink that keeps the events of one load: a record for each range and each sample, and a few more.
 
-    There are no more samples than ranges. Give it to one load; what other loads send is left out.
+    Samples are two more than ranges, at most. Give it to one load; what other loads send is left out.
     ``await report.write_trace(path)`` writes that of a load which has finished, `ggufstream.trace_file.write_trace`
     that of any.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import itertools
 import json
@@ -23,7 +22,7 @@ from ggufstream import trace_file
 from ggufstream.backends.registry import open_backend
 from ggufstream.backends.simulated import SimulatedBackend
 from ggufstream.backends.testing import FaultyBackend
-from ggufstream.errors import DeviceLostError, MalformedFileError, MissingFileError, MissingPackageError, OptionError
+from ggufstream.errors import DeviceLostError, MalformedFileError, MissingFileError, MissingPackageError
 from ggufstream.events import (
     ArenaGrown,
     Event,
@@ -37,7 +36,7 @@ from ggufstream.events import (
     Sampled,
     StageTime,
 )
-from ggufstream.timeline import Timeline
+from ggufstream.timeline import PHASES, Timeline
 from ggufstream.trace_file import COUNTERS, decode, encode, lanes, read_trace, throughput, write_trace
 from tests.small_models import write_model
 
@@ -244,11 +243,9 @@ def check_counters(written: Written, seen: Seen) -> None:
 
 @pytest.mark.asyncio
 async def test_report_and_plan_travel_with_the_trace(path: Path, tmp_path: Path, blockbuster: BlockBuster) -> None:
-    timeline, _, report, _ = await traced(path, backend="simulated:discrete-24g")
-    with_timeline = dataclasses.replace(report, timeline=timeline)
-    assert with_timeline.to_dict() == report.to_dict()
+    _, _, report, _ = await traced(path, backend="simulated:discrete-24g")
     assert "timeline" not in report.to_dict()
-    await with_timeline.write_trace(tmp_path / "load.pftrace")
+    await report.write_trace(tmp_path / "load.pftrace")
     trace = await read_trace(tmp_path / "load.pftrace")
     assert trace.about["report"] == json.loads(json.dumps(report.to_dict()))
     assert trace.about["outcome"] == "finished"
@@ -256,11 +253,10 @@ async def test_report_and_plan_travel_with_the_trace(path: Path, tmp_path: Path,
     assert {name for row in trace.about["plan"]["tensors"] if "attn_q" in (name := row["name"])} == {
         "blk.0–2.attn_q.weight ×3"
     }
-    assert trace.ended == pytest.approx(report.seconds["total"], abs=0.5)
-    stream = next(phase for phase in trace.tracks["load"][0] if phase.name == "stream")
+    phases = [phase for phase in trace.tracks["load"][0] if phase.name in PHASES]
+    assert trace.ended == phases[-1].ended >= report.seconds["total"] - 1e-6
+    stream = next(phase for phase in phases if phase.name == "stream")
     assert stream.ended - stream.started == pytest.approx(report.seconds["stream"], abs=1e-5)
-    with pytest.raises(OptionError, match="without a timeline"):
-        await report.write_trace(tmp_path / "none.pftrace")
 
 
 @pytest.mark.asyncio
