@@ -390,11 +390,11 @@ class _Parser:
 
     def _short(self, what: str, needed: int) -> FileError:
         left = self.size - self.pos
-        place = f"only {left} are left before the end of the file"
+        message = f"{self.where}: {what} needs {needed} bytes, beyond the end of the file: only {left} are left"
         if needed >= TOO_LARGE:
-            return self._malformed(f"{self.where}: {what} needs {needed} bytes, but {place}", offset=self.pos)
+            return self._malformed(message, offset=self.pos)
         return TruncatedFileError(
-            _at(f"{self.where}: {what} needs {needed} bytes, but {place}", self.pos),
+            _at(message, self.pos),
             file=self.path,
             offset=self.pos,
             needed=needed,
@@ -458,7 +458,7 @@ def _check_magic(path: str, size: int, head: bytes) -> None:
         raise TruncatedFileError(what, file=path, needed=24, available=size, remedy=truncated_remedy(path))
     if len(head) > 8 and head[8:9] == b"{" and U64.unpack_from(head)[0] <= size - 8:
         remedy = "Convert the model to GGUF with convert_hf_to_gguf.py."
-        raise NotGGUFError("this is a safetensors file, not GGUF", file=path, offset=0, remedy=remedy)
+        raise NotGGUFError(f"this is a safetensors file, not GGUF (magic {head[:4]!r})", file=path, remedy=remedy)
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if text.startswith(b"<"):
         remedy = "A download page or login page was saved in place of the model; download the file itself."

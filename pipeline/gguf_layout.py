@@ -199,7 +199,7 @@ def _check_range(path: str, size: int, tensor: TensorInfo, *, data_offset: int, 
     if end > limit:
         available = max(size - tensor.offset, 0)
         raise TruncatedFileError(
-            f"tensor {_extent(tensor)} needs {tensor.nbytes} bytes of data, but the file ends at {size}:"
+            f"tensor {_extent(tensor)} needs {tensor.nbytes} bytes of data, beyond the end of the file at {size}:"
             f" {available} are there",
             file=path,
             tensor=tensor.name,

@@ -92,7 +92,7 @@ def lengths() -> Files:
     for excess in (1, 8, *LARGE):
         for make in TEXTS.values():
             left = len(make(0)[1])
-            yield make(min(left + excess, 2**64 - 1))[0], []
+            yield make(min(left + excess, 2**64 - 1))[0], ["beyond the end"]
 
 
 def _key_text(n: int) -> tuple[bytes, bytes]:
@@ -302,7 +302,7 @@ def cut_data() -> Files:
     start = len(whole) - 180
     for n in range(180):
         first = next(name for name, end in (("a", 32), ("q", 134), ("z", 180)) if n < end)
-        yield whole[: start + n], [f"'{first}'", "truncated"]
+        yield whole[: start + n], [f"'{first}'", "beyond the end", f"{len(whole[: start + n])}"]
 
 
 KINDS = {
