@@ -8,10 +8,20 @@ from typing import Any, NamedTuple
 from ggufstream.errors import printable
 from ggufstream.sinks import human_bytes, human_rate
 
-__all__ = ["IO", "UPLOAD", "Fact", "by_reason", "human_seconds", "report_facts", "some", "target", "words"]
+__all__ = [
+    "IO_WORDS",
+    "UPLOAD_WORDS",
+    "Fact",
+    "backend_and_device",
+    "by_reason",
+    "first_few",
+    "human_seconds",
+    "in_words",
+    "report_facts",
+]
 
-IO = {"direct": "direct (O_DIRECT, past the page cache)"}
-UPLOAD = {"direct": "in place", "alias": "none (the device reads the file's own pages)"}
+IO_WORDS = {"direct": "direct (O_DIRECT, past the page cache)"}
+UPLOAD_WORDS = {"direct": "in place", "alias": "none (the device reads the file's own pages)"}
 
 
 class Fact(NamedTuple):
@@ -26,14 +36,14 @@ def report_facts(report: Mapping[str, Any]) -> Iterator[Fact]:
     """The figures of ``LoadReport.to_dict()``, in an order in which people ask for them."""
     r = report
     seconds, rss, cache, lag = r["seconds"], r["rss"], r["page_cache_bytes"], r["event_loop_lag_ms"]
-    yield Fact("loaded", [f"{r['tensors']} tensors, {human_bytes(r['tensor_bytes'])} → {target(r)}"])
+    yield Fact("loaded", [f"{r['tensors']} tensors, {human_bytes(r['tensor_bytes'])} → {backend_and_device(r)}"])
     if r["backend_reason"] not in ("asked for", "given"):
         yield Fact("backend", [printable(f"{r['backend']}: {r['backend_reason']}")])
     moved = f"{human_bytes(r['streamed_bytes'])} in {human_seconds(seconds['stream'])}"
     yield Fact("speed", [human_rate(r["bytes_per_second"]), moved])
-    yield Fact("io", [f"{words(r['io'], IO)}: {printable(r['io_reason'])}"])
+    yield Fact("io", [f"{in_words(r['io'], IO_WORDS)}: {printable(r['io_reason'])}"])
     workers = f"{r['workers']} worker thread{'s' if r['workers'] != 1 else ''}"
-    yield Fact("upload", [f"{words(r['upload'], UPLOAD)}, {workers}"])
+    yield Fact("upload", [f"{in_words(r['upload'], UPLOAD_WORDS)}, {workers}"])
     steps = ("header", "open", "plan", "stream", "total")
     yield Fact("time", [f"{name} {human_seconds(seconds[name])}" for name in steps if name in seconds])
     if r["first_layer_seconds"] is not None:
@@ -52,7 +62,7 @@ def report_facts(report: Mapping[str, Any]) -> Iterator[Fact]:
     yield Fact("page cache", held)
     yield Fact("event loop", [f"late by {lag['max']:.1f} ms at most, p99 {lag['p99']:.1f} ms"])
     for reason, names in by_reason(r["fallbacks"]).items():
-        yield Fact("fallback", [f"{len(names)} × {reason}: {some(names)}"], is_warning=True)
+        yield Fact("fallback", [f"{len(names)} × {reason}: {first_few(names)}"], is_warning=True)
     for warning in r["warnings"]:
         yield Fact("warning", [printable(warning)], is_warning=True)
 
@@ -69,17 +79,18 @@ def by_reason(fallbacks: Iterable[Mapping[str, str]]) -> dict[str, list[str]]:
     return grouped
 
 
-def some(names: Sequence[str], limit: int = 3) -> str:
+def first_few(names: Sequence[str], limit: int = 3) -> str:
+    """``a, b, c and 7 more``"""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
 
 
-def words(names: str, known: Mapping[str, str]) -> str:
+def in_words(names: str, known: Mapping[str, str]) -> str:
     """``a+b`` as people read it."""
     return " + ".join(known.get(name, printable(name)) for name in names.split("+"))
 
 
-def target(result: Mapping[str, Any]) -> str:
+def backend_and_device(result: Mapping[str, Any]) -> str:
     return f"{printable(result['backend'])}: {printable(result['device'])}"
 
 

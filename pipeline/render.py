@@ -18,9 +18,18 @@ from rich.table import Table
 from rich.text import Text
 
 from ggufstream.errors import printable
-from ggufstream.facts import IO, UPLOAD, by_reason, human_seconds, report_facts, some, target, words
-from ggufstream.layer_rows import layer_rows, plan_rows
+from ggufstream.facts import (
+    IO_WORDS,
+    UPLOAD_WORDS,
+    backend_and_device,
+    by_reason,
+    first_few,
+    human_seconds,
+    in_words,
+    report_facts,
+)
 from ggufstream.sinks import human_bytes
+from ggufstream.tensor_table import plan_table, tensor_table
 from ggufstream.terminal import write_out
 
 __all__ = ["show_devices", "show_inspect", "show_plan", "show_report", "show_verify"]
@@ -129,7 +138,7 @@ class _Column:
     right: bool = False
 
 
-def _tensor_table(
+def _fitted_table(
     width: int, tensors: Sequence[Mapping[str, Any]], columns: Sequence[_Column], *, title: str | None = None
 ) -> tuple[Table, bool]:
     """A row for each tensor or group of tensors, with the columns that there is room for; and whether that is all.
@@ -207,7 +216,7 @@ def show_inspect(found: Mapping[str, Any], *, every_row: bool = False) -> None:
     for key, value in found["metadata"].items():
         metadata.add_row(printable(key), Text(_value(value), no_wrap=True, overflow="ellipsis"))
     grouped = console.is_terminal and not every_row
-    rows = layer_rows(found["tensors"], grouped=grouped, alike=("type", "shape"), total=("bytes",))
+    rows = tensor_table(found["tensors"], grouped=grouped, alike=("type", "shape"), total=("bytes",))
     columns = [
         _Column("type", lambda t: str(t["type"])),
         _Column("shape", lambda t: _shape(t["shape"]), rank=2, right=True),
@@ -216,7 +225,7 @@ def show_inspect(found: Mapping[str, Any], *, every_row: bool = False) -> None:
     ]
     if fewer := len(rows) < len(found["tensors"]):
         columns = [column for column in columns if column.name != "offset"]
-    tensors, _ = _tensor_table(console.width, rows, columns, title="tensors")
+    tensors, _ = _fitted_table(console.width, rows, columns, title="tensors")
     types = _table("type", "tensors", "bytes", "size", right=("tensors", "bytes", "size"), title="types")
     for name, total in found["types"].items():
         types.add_row(name, str(total["tensors"]), f"{total['bytes']:,}", human_bytes(total["bytes"]))
@@ -240,7 +249,7 @@ def _model(found: Mapping[str, Any]) -> str:
 
 def show_plan(found: Mapping[str, Any], *, every_row: bool = False) -> None:
     console = _Output()
-    rows = plan_rows(found["tensors"], grouped=console.is_terminal and not every_row)
+    rows = plan_table(found["tensors"], grouped=console.is_terminal and not every_row)
     columns = [
         _Column("type", lambda t: str(t["type"])),
         _Column("shape", lambda t: _shape(t["shape"]), rank=5, right=True),
@@ -253,7 +262,7 @@ def show_plan(found: Mapping[str, Any], *, every_row: bool = False) -> None:
     ]
     if len(found["devices"]) > 1:
         columns.insert(5, _Column("arena", lambda t: printable(t["arena"] or "–")))
-    table, complete = _tensor_table(console.width, rows, columns)
+    table, complete = _fitted_table(console.width, rows, columns)
     console.show(table)
     if len(rows) < len(found["tensors"]):
         console.show(_GROUPED)
@@ -274,7 +283,7 @@ def show_plan(found: Mapping[str, Any], *, every_row: bool = False) -> None:
         console.show(arenas)
         console.show()
     for reason, names in by_reason(found["fallbacks"]).items():
-        console.show(Text(f"fallback: {len(names)} × {reason}: {some(names)}", "yellow"))
+        console.show(Text(f"fallback: {len(names)} × {reason}: {first_few(names)}", "yellow"))
     for warning in found["warnings"]:
         console.show(Text(f"warning: {printable(warning)}", "yellow"))
     if found["skipped"]:
@@ -326,9 +335,9 @@ def show_verify(result: Mapping[str, Any]) -> None:
     console = _Output()
     differing = result["differing"]
     facts = _facts()
-    facts.add_row("loaded", f"→ {target(result)}")
-    facts.add_row("io", words(result["io"], IO))
-    facts.add_row("upload", words(result["upload"], UPLOAD))
+    facts.add_row("loaded", f"→ {backend_and_device(result)}")
+    facts.add_row("io", in_words(result["io"], IO_WORDS))
+    facts.add_row("upload", in_words(result["upload"], UPLOAD_WORDS))
     compared = f"{result['tensors']} tensors, {human_bytes(result['bytes'])}, byte for byte"
     if result["decoded"]:
         compared += f"; {result['decoded']} of them decoded, as floats"

@@ -18,7 +18,7 @@ from typing import Any
 import aiofiles
 
 from ggufstream.errors import MissingPackageError, printable
-from ggufstream.facts import Fact, by_reason, human_seconds, report_facts, some
+from ggufstream.facts import Fact, backend_and_device, by_reason, first_few, human_seconds, report_facts
 from ggufstream.report_chart import STAGES, WIDTH, Area, Lane, Scale, areas, lane_groups
 from ggufstream.sinks import human_bytes, human_rate
 from ggufstream.threads import in_thread
@@ -89,7 +89,7 @@ def _contents(trace: Trace) -> dict[str, Any]:
     return {
         "about": about,
         "name": os.path.basename(about["file"]),
-        "target": f"{plan['backend']}: {plan['device']}" if plan else "",
+        "target": backend_and_device(plan) if plan else "",
         "report": report,
         "plan": plan,
         "scale": scale,
@@ -244,7 +244,7 @@ def _facts(report: Mapping[str, Any] | None, plan: Mapping[str, Any] | None) -> 
         known = [fact for fact in report_facts(report) if not fact.is_warning]
     elif plan is not None:
         known = [
-            Fact("device", [f"{plan['backend']}: {plan['device']}"]),
+            Fact("device", [backend_and_device(plan)]),
             Fact("io", [plan["io"], plan["io_reason"]]),
             Fact("upload", [plan["upload"]]),
             *(Fact("arena", [a["name"], f"{human_bytes(a['planned_bytes'])} planned"]) for a in plan["arenas"]),
@@ -266,7 +266,7 @@ def _warnings(report: Mapping[str, Any] | None, plan: Mapping[str, Any] | None) 
     if known is None:
         return
     for reason, names in by_reason(known["fallbacks"]).items():
-        yield "fallback", f"{len(names)} × {reason}: {some(names)}"
+        yield "fallback", f"{len(names)} × {reason}: {first_few(names)}"
     for warning in known["warnings"]:
         yield "warning", warning
 

@@ -29,7 +29,7 @@ import aiofiles
 
 from ggufstream.errors import MalformedFileError, MissingFileError, MissingPackageError, UnreadableFileError, printable
 from ggufstream.events import RangeMoved
-from ggufstream.layer_rows import plan_rows
+from ggufstream.tensor_table import plan_table
 from ggufstream.threads import in_thread
 from ggufstream.timeline import Timeline
 
@@ -259,7 +259,7 @@ def _write_load(writer: _Writer, timeline: Timeline) -> None:
     }
     if timeline.planned is not None:
         found = timeline.planned.plan.to_dict()
-        about["plan"] = found | {"tensors": plan_rows(found["tensors"], grouped=True), "io": timeline.planned.io}
+        about["plan"] = found | {"tensors": plan_table(found["tensors"], grouped=True), "io": timeline.planned.io}
         about["plan"] |= {"upload": timeline.planned.upload, "io_reason": timeline.planned.io_reason}
     if timeline.finished is not None:
         about["report"] = timeline.finished.report

@@ -21,7 +21,7 @@ from ggufstream.backends.registry import open_backend
 from ggufstream.errors import UnknownTensorError
 from ggufstream.ggml_types import BY_ID, BY_NAME, REMOVED
 from ggufstream.gguf_file import read_index
-from ggufstream.layer_rows import layer_rows
+from ggufstream.tensor_table import tensor_table
 from tests import gguf_builder as gb
 from tests.cases import BACKENDS, check_refusal, command
 from tests.small_models import write_model
@@ -554,7 +554,7 @@ def test_odd_shapes_and_names_are_shown(tmp_path: Path, shapes: str) -> None:
             assert done.code == 0, done
             assert done.out.replace("\n", "").isprintable()
     tensors = command("inspect", "--json", path).json["tensors"]
-    assert len(layer_rows(tensors, grouped=True, alike=("type", "shape"), total=("bytes",))) <= len(tensors)
+    assert len(tensor_table(tensors, grouped=True, alike=("type", "shape"), total=("bytes",))) <= len(tensors)
 
 
 @pytest.mark.asyncio

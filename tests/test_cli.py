@@ -627,7 +627,7 @@ def test_a_panel_on_a_terminal_only(terminal: Callable[..., str], restored_struc
     [([0], "0"), ([3, 1, 2], "1–3"), ([0, 1, 2, 5], "0–2,5"), ([0, 2, 4], "0,2,4"), ([0, 2, 4, 6, 7], "0…7")],
 )
 def test_block_numbers(numbers: list[int], shown: str) -> None:
-    from ggufstream.layer_rows import _ranges
+    from ggufstream.tensor_table import _ranges
 
     assert _ranges(numbers) == shown
 

@@ -8,15 +8,15 @@ from typing import Any
 
 from ggufstream.errors import printable
 
-__all__ = ["layer_rows", "plan_rows"]
+__all__ = ["plan_table", "tensor_table"]
 
 _MAX_RANGES = 3
 _BLOCK = re.compile(r"(.*?\bblk\.)([0-9]{1,9})(\..+)")  # a hostile number has more digits than int() takes
 
 
-def plan_rows(tensors: Sequence[Mapping[str, Any]], *, grouped: bool) -> list[dict[str, Any]]:
+def plan_table(tensors: Sequence[Mapping[str, Any]], *, grouped: bool) -> list[dict[str, Any]]:
     """Rows for the tensors of ``LoadPlan.to_dict()``."""
-    return layer_rows(
+    return tensor_table(
         tensors,
         grouped=grouped,
         alike=("type", "shape", "intent", "layout", "placement", "arena", "slices", "reason"),
@@ -24,7 +24,7 @@ def plan_rows(tensors: Sequence[Mapping[str, Any]], *, grouped: bool) -> list[di
     )
 
 
-def layer_rows(
+def tensor_table(
     tensors: Sequence[Mapping[str, Any]], *, grouped: bool, alike: Sequence[str], total: Sequence[str]
 ) -> list[dict[str, Any]]:
     """Tensors with printable names; where ``grouped``, those of several blocks that are ``alike`` as one.
