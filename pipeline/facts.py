@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ggufstream.errors import printable
-from ggufstream.sinks import human_bytes, human_rate
+from ggufstream.units import human_bytes, human_rate, human_seconds
 
 __all__ = [
     "IO_WORDS",
@@ -15,7 +15,6 @@ __all__ = [
     "backend_and_device",
     "by_reason",
     "first_few",
-    "human_seconds",
     "in_words",
     "report_facts",
 ]
@@ -65,10 +64,6 @@ def report_facts(report: Mapping[str, Any]) -> Iterator[Fact]:
         yield Fact("fallback", [f"{len(names)} × {reason}: {first_few(names)}"], is_warning=True)
     for warning in r["warnings"]:
         yield Fact("warning", [printable(warning)], is_warning=True)
-
-
-def human_seconds(value: float) -> str:
-    return f"{value * 1000:.3g} ms" if value < 0.9995 else f"{value:.2f} s"
 
 
 def by_reason(fallbacks: Iterable[Mapping[str, str]]) -> dict[str, list[str]]:

@@ -24,13 +24,12 @@ from ggufstream.facts import (
     backend_and_device,
     by_reason,
     first_few,
-    human_seconds,
     in_words,
     report_facts,
 )
-from ggufstream.sinks import human_bytes
 from ggufstream.tensor_table import plan_table, tensor_table
 from ggufstream.terminal import write_out
+from ggufstream.units import human_bytes, human_seconds
 
 __all__ = ["show_devices", "show_inspect", "show_plan", "show_report", "show_verify"]
 
@@ -398,5 +397,8 @@ def _device(device: Mapping[str, Any]) -> Iterator[tuple[RenderableType, Rendera
     named = [f"{label} {human_bytes(limits[key])}" for key, label in _LIMITS.items() if limits.get(key) is not None]
     if named:
         yield "limits", _Parts(named)
+    access = device.get("page_access")
+    if access:
+        yield "mapped files", printable(f"{'read in place' if access['works'] else 'copied'} ({access['reason']})")
     for lack in device.get("lacks", ()):
         yield Text("lacks", "yellow"), printable(lack)

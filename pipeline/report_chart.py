@@ -11,9 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ggufstream.facts import human_seconds
-from ggufstream.sinks import human_bytes, human_rate
 from ggufstream.trace_file import COUNTERS, THROUGHPUT, Slice, Trace, lanes
+from ggufstream.units import human_bytes, human_rate, human_seconds
 
 __all__ = ["STAGES", "WIDTH", "Area", "Lane", "Mark", "Scale", "areas", "lane_groups"]
 

@@ -18,12 +18,12 @@ from typing import Any
 import aiofiles
 
 from ggufstream.errors import MissingPackageError, printable
-from ggufstream.facts import Fact, backend_and_device, by_reason, first_few, human_seconds, report_facts
+from ggufstream.facts import Fact, backend_and_device, by_reason, first_few, report_facts
 from ggufstream.report_chart import STAGES, WIDTH, Area, Lane, Scale, areas, lane_groups
-from ggufstream.sinks import human_bytes, human_rate
 from ggufstream.threads import in_thread
 from ggufstream.timeline import PHASES
 from ggufstream.trace_file import Slice, Trace, read_trace
+from ggufstream.units import human_bytes, human_rate, human_seconds
 
 __all__ = ["render_page", "write_page"]
 

@@ -35,32 +35,12 @@ from ggufstream.events import (
     TableOpened,
     TensorReady,
 )
+from ggufstream.units import human_rate, human_share
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
-__all__ = ["RichProgress", "StructlogSink", "flatten_report", "human_bytes", "human_rate"]
-
-
-def human_bytes(n: float) -> str:
-    """Bytes in binary units, three or four digits: ``93.8 MiB``."""
-    size = float(n)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1000 or (unit == "B" and abs(size) < 1024):
-            return f"{size:.0f} {unit}" if unit == "B" or abs(size) >= 100 else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:,.1f} TiB"
-
-
-def human_rate(bytes_per_second: float) -> str:
-    """A rate as storage and buses are sold: ``1.32 GB/s``, powers of 1,000."""
-    return f"{bytes_per_second / 1e9:.2f} GB/s" if bytes_per_second >= 1e7 else f"{bytes_per_second / 1e6:.2f} MB/s"
-
-
-def _human_share(done: float, total: float) -> str:
-    """``46.1 of 92.1 MiB``: the unit once where it is the same."""
-    (left, left_unit), right = human_bytes(done).split(" "), human_bytes(total)
-    return f"{left} of {right}" if right.endswith(f" {left_unit}") else f"{left} {left_unit} of {right}"
+__all__ = ["RichProgress", "StructlogSink", "flatten_report"]
 
 
 def flatten_report(report: Mapping[str, Any]) -> dict[str, Any]:
@@ -314,7 +294,7 @@ def _picture(view: _LoadView, width: int) -> Iterator[RenderableType]:
     meter = ProgressBar(total=total or None, completed=done, pulse=not total and not view.end, complete_style=state)
     bar.add_row(meter, Text(percent, state))
     yield bar
-    parts = [_human_share(done, total)] if total else ["reading the header"]
+    parts = [human_share(done, total)] if total else ["reading the header"]
     if p is not None:
         parts.append(human_rate(p.bytes_per_second))
         left = p.seconds_left
@@ -322,7 +302,7 @@ def _picture(view: _LoadView, width: int) -> Iterator[RenderableType]:
         parts.append(f"{p.tensors_done}/{p.tensors_total} tensors")
     for arena, planned in view.planned.items():
         if planned:
-            parts.append(f"{printable(arena)} {_human_share(view.allocated.get(arena, 0), planned)}")
+            parts.append(f"{printable(arena)} {human_share(view.allocated.get(arena, 0), planned)}")
     if view.end in ("failed", "cancelled"):
         parts.insert(0, view.end)
     # room for the terminal's own ^C, which would else begin a line and leave a copy of the picture behind

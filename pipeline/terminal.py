@@ -157,7 +157,7 @@ def progress_bar(log_format: LogFormat) -> Iterator[EventSink]:
 
 def _progress_lines() -> EventSink:
     from ggufstream.events import Event, Progress
-    from ggufstream.sinks import human_bytes, human_rate
+    from ggufstream.units import human_bytes, human_rate
 
     quarters = -1
 

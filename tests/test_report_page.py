@@ -21,9 +21,9 @@ from ggufstream.backends.testing import FaultyBackend
 from ggufstream.errors import DeviceLostError, MissingPackageError
 from ggufstream.report_chart import WIDTH, Scale, areas, lane_groups
 from ggufstream.report_page import render_page, write_page
-from ggufstream.sinks import human_bytes, human_rate
 from ggufstream.timeline import Timeline
 from ggufstream.trace_file import Slice, Trace, decode, encode, write_trace
+from ggufstream.units import human_bytes, human_rate, human_seconds
 from tests.small_models import TensorSpec, write_model
 
 RANGE = 64 << 10
@@ -372,6 +372,20 @@ def test_pointing_at_a_slice_tells_what_it_is(browser_page: tuple[Page, list[str
     assert tip.inner_text().startswith("stream: ")
     page.locator("h1").hover()
     assert not tip.is_visible()
+    assert said == []
+
+
+@pytest.mark.slow
+def test_tips_write_numbers_as_all_else_does(browser_page: tuple[Page, list[str]], hostile_page: Path) -> None:
+    page, said = browser_page
+    page.goto(hostile_page.as_uri())
+    steps = [digits * 10.0**power for power in range(-7, 16) for digits in (1.0, 1.01, 4.567, 9.984, 9.996)]
+    for unit, written in (("bytes", human_bytes), ("bytes/s", human_rate), ("seconds", human_seconds)):
+        values = [0, *(step for step in steps if unit == "seconds" or step >= 1)]
+        if unit == "bytes":
+            values = [round(value) for value in values] + [1023, 1024, 1025, (1000 << 10) - 1, 1000 << 10]
+        shown = page.evaluate("([unit, values]) => values.map(human[unit])", [unit, values])
+        assert shown == [written(value) for value in values]
     assert said == []
 
 

@@ -33,7 +33,7 @@ from ggufstream.events import (
     TableOpened,
     TensorReady,
 )
-from ggufstream.sinks import RichProgress, StructlogSink, flatten_report, human_bytes
+from ggufstream.sinks import RichProgress, StructlogSink, flatten_report
 
 REPORT: dict[str, Any] = {
     "load_id": "a1",
@@ -393,19 +393,3 @@ def test_several_loads_share_a_bar(terminal: tuple[int, Any]) -> None:
 )
 def test_printable(text: object, shown: str) -> None:
     assert printable(text) == shown
-
-
-@pytest.mark.parametrize(
-    ("n", "shown"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (98_362_432, "93.8 MiB"),
-        (1 << 30, "1.0 GiB"),
-        (700 << 20, "700 MiB"),
-        (5 << 40, "5.0 TiB"),
-    ],
-)
-def test_human_bytes(n: int, shown: str) -> None:
-    assert human_bytes(n) == shown
