@@ -28,6 +28,7 @@ from ggufstream.options import (
 from ggufstream.terminal import (
     LogFormat,
     OutputError,
+    ProgressDisplay,
     configure_logging,
     progress_bar,
     run_interruptible,
@@ -467,7 +468,7 @@ def verify(file: str, *, trace: str | None, as_json: bool, log_format: LogFormat
                 _traced(trace, file) as sinks,
                 await load_model(file, devices=several, options=options, sinks=[bar, *sinks]) as model,
             ):
-                found = await verify_model(model, on_tensor=_verify_progress(model, bar))
+                found = await verify_model(model, on_tensor=_comparing(model, bar))
                 report = model.report
             place = {"backend": report.backend, "device": report.device, "io": report.io, "upload": report.upload}
             return {"file": report.file, **place, **found.to_dict()}
@@ -482,34 +483,17 @@ def verify(file: str, *, trace: str | None, as_json: bool, log_format: LogFormat
     return DIFFERS if result["differing"] else 0
 
 
-def _verify_progress(model: Model, sink: EventSink) -> Callable[[str], None]:
+def _comparing(model: Model, display: ProgressDisplay) -> Callable[[str], None]:
     """Shows a second bar: how much of the model has been compared."""
-    import time
-
-    from ggufstream.events import LoadFinished, LoadStarted, Progress
-
-    load_id = f"{model.report.load_id}-verify"
     sizes = {name: weight.nbytes for name, weight in model.items()}
-    total, started = sum(sizes.values()), time.perf_counter()
-    done = tensors = 0
-    sink(LoadStarted(load_id=load_id, file=f"comparing with {os.path.basename(model.report.file)}"))
+    title, total = f"comparing with {os.path.basename(model.report.file)}", sum(sizes.values())
+    done = 0
+    display.show(title, done, total)
 
     def on_tensor(name: str) -> None:
-        nonlocal done, tensors
+        nonlocal done
         done += sizes[name]
-        tensors += 1
-        sink(
-            Progress(
-                load_id=load_id,
-                bytes_done=done,
-                bytes_total=total,
-                tensors_done=tensors,
-                tensors_total=len(sizes),
-                seconds=time.perf_counter() - started,
-            )
-        )
-        if tensors == len(sizes):
-            sink(LoadFinished(load_id=load_id, report={}))
+        display.show(title, done, total)
 
     return on_tensor
 

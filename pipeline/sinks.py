@@ -171,12 +171,13 @@ def _default_logger() -> Any:
 
 
 @dataclass(slots=True)
-class _LoadView:
-    """What is known of one load; the event loop writes, the drawing thread reads."""
+class _View:
+    """What is known of one load, or of other work; the event loop writes, the drawing thread reads."""
 
-    file: str = ""
+    title: str = ""
     target: str = ""
     progress: Progress | None = None
+    bytes_done: int = 0
     bytes_total: int = 0
     planned: dict[str, int] = field(default_factory=dict)
     allocated: dict[str, int] = field(default_factory=dict)
@@ -186,6 +187,7 @@ class _LoadView:
 class RichProgress:
     """A live bar on a terminal: file, bytes, rate, time left, tensors and arenas. Nothing on anything else.
 
+    Each load that sends it events has a bar; :meth:`show` gives other work one.
     Use it as a context manager, or call :meth:`close` at the end, so that the last picture is complete before other
     output follows. It draws in a thread of its own: a terminal that has stopped never stops a load.
 
@@ -211,23 +213,19 @@ class RichProgress:
         self._console: Console = Console(file=stream, markup=False, emoji=False, highlight=False)
         self.active: bool = stream.isatty() and not self._console.is_dumb_terminal
         self._refresh = refresh_per_second
-        self._loads: dict[str, _LoadView] = {}
+        self._views: dict[str, _View] = {}
         self._finished = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __call__(self, event: Event, /) -> None:
         if not self.active or self._finished.is_set():
             return
-        view = self._loads.get(event.load_id)
-        if view is None:
-            # a new dict, because the drawing thread may be iterating over the old one
-            view = _LoadView()
-            self._loads = {**self._loads, event.load_id: view}
+        view = self._view(event.load_id)
         match event:
             case LoadStarted():
-                view.file = event.file
+                view.title = event.file
             case HeaderRead():
-                view.file = event.file
+                view.title = event.file
             case Planned():
                 view.target = f"{event.backend}: {event.device}"
                 view.bytes_total = event.bytes_total
@@ -235,16 +233,30 @@ class RichProgress:
             case ArenaGrown():
                 view.allocated = {**view.allocated, event.arena: event.allocated_bytes}
             case Progress():
-                view.progress = event
+                view.progress, view.bytes_done, view.bytes_total = event, event.bytes_done, event.bytes_total
             case LoadFinished():
                 view.end = "done"
             case LoadFailed():
                 view.end = "failed"
             case LoadCancelled():
                 view.end = "cancelled"
+
+    def show(self, title: str, done: int, total: int) -> None:
+        """Show how far work other than a load has come, in bytes; one bar for each title."""
+        if not self.active or self._finished.is_set():
+            return
+        view = self._view(title)
+        view.title, view.bytes_done, view.bytes_total = title, done, total
+        view.end = "done" if done == total else ""
+
+    def _view(self, key: str) -> _View:
+        if key not in self._views:
+            # a new dict, because the drawing thread may be iterating over the old one
+            self._views = {**self._views, key: _View()}
         if self._thread is None:
             self._thread = threading.Thread(target=self._draw, name="ggufstream-progress", daemon=True)
             self._thread.start()
+        return self._views[key]
 
     def __enter__(self) -> Self:
         return self
@@ -266,13 +278,13 @@ class RichProgress:
             self._finished.wait()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for view in self._loads.values():
+        for view in self._views.values():
             if view.end and view.progress is None and not view.bytes_total:
                 continue  # it failed before there was anything to show; the error says the rest
             yield from _picture(view, options.max_width)
 
 
-def _picture(view: _LoadView, width: int) -> Iterator[RenderableType]:
+def _picture(view: _View, width: int) -> Iterator[RenderableType]:
     """Three lines: what, the bar, and the numbers."""
     from rich.cells import cell_len
     from rich.progress_bar import ProgressBar
@@ -280,11 +292,10 @@ def _picture(view: _LoadView, width: int) -> Iterator[RenderableType]:
     from rich.text import Text
 
     target = f" → {printable(view.target)}" if view.target else ""
-    name = _tail(printable(view.file), max(width - cell_len(target), width // 2))
+    name = _tail(printable(view.title), max(width - cell_len(target), width // 2))
     head = Text.assemble((name, "bold"), (target, "dim"), no_wrap=True, overflow="ellipsis")
     yield head
-    p = view.progress
-    done, total = (p.bytes_done, p.bytes_total) if p else (0, view.bytes_total)
+    done, total = view.bytes_done, view.bytes_total
     bar = Table.grid(padding=(0, 1), expand=True)
     bar.add_column(ratio=1)
     bar.add_column(justify="right", no_wrap=True)
@@ -295,7 +306,7 @@ def _picture(view: _LoadView, width: int) -> Iterator[RenderableType]:
     bar.add_row(meter, Text(percent, state))
     yield bar
     parts = [human_share(done, total)] if total else ["reading the header"]
-    if p is not None:
+    if (p := view.progress) is not None:
         parts.append(human_rate(p.bytes_per_second))
         left = p.seconds_left
         parts.append(f"{p.seconds:.1f} s" if view.end or left is None else f"{left:.1f} s left")

@@ -13,20 +13,22 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from ggufstream.errors import printable
+from ggufstream.units import human_bytes, human_rate
 
 if TYPE_CHECKING:
     from anyio.abc import TaskStatus
     from structlog.typing import EventDict, Processor
 
-    from ggufstream.events import EventSink
+    from ggufstream.events import Event
 
 __all__ = [
     "Interrupted",
     "LogFormat",
     "OutputError",
+    "ProgressDisplay",
     "configure_logging",
     "log_failure",
     "logs_json",
@@ -144,37 +146,49 @@ def to_json(value: Any) -> Any:
     return value
 
 
+class ProgressDisplay(Protocol):
+    """Shows how far loads have come, which send it their events, and what else goes on."""
+
+    def __call__(self, event: Event, /) -> None: ...
+
+    def show(self, title: str, done: int, total: int) -> None:
+        """How far work other than a load has come, in bytes."""
+
+
 @contextlib.contextmanager
-def progress_bar(log_format: LogFormat) -> Iterator[EventSink]:
+def progress_bar(log_format: LogFormat) -> Iterator[ProgressDisplay]:
     """A bar on stderr where that is a terminal, lines in a readable log that is none, nothing among JSON lines."""
     from ggufstream.sinks import RichProgress
 
     with RichProgress() as bar:
         as_json = logs_json(log_format)
         bar.active = bar.active and not as_json
-        yield bar if bar.active or as_json else _progress_lines()
+        yield bar if bar.active or as_json else _ProgressLines()
 
 
-def _progress_lines() -> EventSink:
-    from ggufstream.events import Event, Progress
-    from ggufstream.units import human_bytes, human_rate
+class _ProgressLines:
+    """A line on stderr for each quarter."""
 
-    quarters = -1
+    def __init__(self) -> None:
+        self._quarters: dict[str, int] = {}
+        """That were reached, of each load or other work."""
 
-    def sink(event: Event, /) -> None:
-        nonlocal quarters
-        if not isinstance(event, Progress) or not event.bytes_total:
-            return
-        reached = 4 * event.bytes_done // event.bytes_total
-        if reached > quarters:
-            quarters = reached
-            done = f"{human_bytes(event.bytes_done)} of {human_bytes(event.bytes_total)}"
-            rate = human_rate(event.bytes_per_second)
-            share = 100 * event.bytes_done // event.bytes_total
-            text = f"{share:3} %  {done}  {rate}  {event.tensors_done} of {event.tensors_total} tensors"
-            _StderrLogger().msg(text)
+    def __call__(self, event: Event, /) -> None:
+        from ggufstream.events import Progress
 
-    return sink
+        if isinstance(event, Progress):
+            rate, tensors = human_rate(event.bytes_per_second), f"{event.tensors_done} of {event.tensors_total} tensors"
+            self._line(event.load_id, event.bytes_done, event.bytes_total, rate, tensors)
+
+    def show(self, title: str, done: int, total: int) -> None:
+        self._line(title, done, total, printable(title))
+
+    def _line(self, key: str, done: int, total: int, *more: str) -> None:
+        reached = 4 * done // total if total else -1
+        if reached > self._quarters.get(key, -1):
+            self._quarters[key] = reached
+            share = f"{100 * done // total:3} %"
+            _StderrLogger().msg("  ".join([share, f"{human_bytes(done)} of {human_bytes(total)}", *more]))
 
 
 def logs_json(log_format: str) -> bool:

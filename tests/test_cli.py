@@ -202,7 +202,9 @@ def test_verify_agrees(call: Callable[..., tuple[int, str, str]], small: Path) -
     assert code == 0
     assert (found := json.loads(out))["differing"] == []
     assert found["tensors"] == 3
-    assert call("verify", "--backend", "cpu", small)[1].count("the model is what the file has") == 1
+    _, out, err = call("verify", "--backend", "cpu", small, *LOG_TO_CONSOLE)
+    assert out.count("the model is what the file has") == 1
+    assert "100 %  640 B of 640 B  comparing with small.gguf\n" in err
 
 
 def test_verify_says_what_was_compared_as_floats(call: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:

@@ -344,11 +344,10 @@ def test_a_long_caption_takes_the_whole_width(
     reader, stream = terminal
     caption = "comparing with SmolLM2-135M-Instruct.Q4_1.gguf"
     with RichProgress(file=stream) as bar:
-        bar(LoadStarted(load_id="a1", file=caption))
-        bar(Progress(load_id="a1", bytes_done=99, bytes_total=99, tensors_done=2, tensors_total=2, seconds=0.5))
+        bar.show(caption, 40, 99)
     text = drawn(reader)
     assert caption in text
-    assert "2/2 tensors" in text
+    assert "40 of 99 B" in text
 
 
 def test_the_arenas_give_way_on_a_narrow_terminal(terminal: tuple[int, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,6 +365,18 @@ def test_without_rich_the_bar_says_how_to_install_it(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "rich.console", None)
     with pytest.raises(ModuleNotFoundError, match="pip install rich"):
         RichProgress()
+
+
+def test_other_work_has_a_bar_beside_the_load(terminal: tuple[int, Any]) -> None:
+    reader, stream = terminal
+    with RichProgress(file=stream) as bar:
+        for event in whole_load():
+            bar(event)
+        for done in (0, 50, 100):
+            bar.show("comparing", done, 200)
+    text = drawn(reader)
+    for part in ("2/2 tensors", "comparing", " 50 %", "100 of 200 B"):
+        assert part in text
 
 
 def test_several_loads_share_a_bar(terminal: tuple[int, Any]) -> None:
