@@ -23,7 +23,7 @@ from ggufstream.ggml_types import GGMLType
 from ggufstream.layouts import Bytes, Extent, Layout
 from ggufstream.options import Intent
 
-__all__ = ["Backend", "Capabilities", "Chunk", "Copy", "Intent", "Slice", "Staging", "Ticket"]
+__all__ = ["Backend", "Capabilities", "Chunk", "Copy", "Intent", "Slice", "Staging", "Ticket", "cannot_map"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +54,22 @@ class Capabilities:
     """``budget_bytes`` leaves out what others have allocated in that memory, too."""
     maps_files: bool = False
     """The device can read the pages of a mapped file (``Backend.map_pages``)."""
+    maps_files_reason: str = ""
+    """How that is known, or why it cannot."""
+    map_alignment: int = 32
+    """It reads a tensor there only if its offset in the file is a multiple of this; files have 32."""
     prefers_mapping: bool = False
     """It reads them as fast as memory of its own, so that a copy gains nothing."""
     pins_pages: bool = False
     """Every page that is mapped stays in memory until it is unmapped."""
+
+
+def cannot_map(device: Capabilities) -> UnsupportedByDeviceError:
+    """The error for a device that cannot read the pages of a file."""
+    because = f" ({device.maps_files_reason})" if device.maps_files_reason else ""
+    return UnsupportedByDeviceError(
+        f"{device.device} cannot read the pages of a file{because}", backend=device.backend, remedy="Use upload=auto"
+    )
 
 
 class Chunk(ABC):
@@ -164,15 +176,11 @@ class Backend(ABC):
         """Let the device read whole pages of a mapped file where they are. ``pages`` outlives the chunk.
 
         Raises:
-            UnsupportedByDeviceError: The device cannot, see ``Capabilities.maps_files``.
+            UnsupportedByDeviceError: The device cannot, see ``Capabilities.maps_files``, or these are too many at once.
             OutOfDeviceMemoryError: Pinned, so many pages are above the device's budget.
             OutOfHostMemoryError: The system refuses to pin so many.
         """
-        raise UnsupportedByDeviceError(
-            f"{self.capabilities.device} cannot read the pages of a file",
-            backend=self.capabilities.backend,
-            remedy="Use upload=auto",
-        )
+        raise cannot_map(self.capabilities)
 
     @abstractmethod
     def staging(self, nbytes: int) -> Staging:

@@ -116,16 +116,24 @@ def _auto(*, direct: bool | None, validation: bool) -> tuple[Backend, str]:
 
 
 def _describe_vulkan() -> dict[str, Any]:
-    from ggufstream.backends.vulkan import list_devices
+    from ggufstream.backends.vulkan import VulkanBackend, list_devices
 
     try:
         records = list_devices()
     except DeviceError as error:
         return {"name": "vulkan", "available": False, "devices": [], "lacks": [str(error)]}
+    devices = [record.to_dict() for record in records]
+    for i, record in enumerate(records):
+        if record.usable:
+            try:  # some things are found out only by opening it
+                with VulkanBackend(record.index) as backend:
+                    devices[i] = backend.record.to_dict()
+            except DeviceError as error:
+                devices[i]["lacks"].append(f"cannot be opened: {error}")
     return {
         "name": "vulkan",
         "available": any(record.usable for record in records),
-        "devices": [record.to_dict() for record in records],
+        "devices": devices,
         "lacks": [],
     }
 

@@ -15,11 +15,14 @@ The wrappers stand before a real backend and change one thing each: :class:`Faul
 
 from __future__ import annotations
 
+import mmap
+import os
 import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -28,9 +31,16 @@ import pytest
 
 from ggufstream.backends.base import Backend, Capabilities, Chunk, Copy, Intent, Slice, Staging, Ticket
 from ggufstream.decode import DECODABLE, decode
-from ggufstream.errors import ClosedError, DeviceLostError, OutOfDeviceMemoryError, OutOfHostMemoryError
+from ggufstream.errors import (
+    ClosedError,
+    DeviceLostError,
+    OutOfDeviceMemoryError,
+    OutOfHostMemoryError,
+    UnsupportedByDeviceError,
+)
 from ggufstream.ggml_types import BY_ID, BY_NAME, GGMLType
 from ggufstream.layouts import F32, Bytes, Extent, Layout, Raw
+from ggufstream.pages import PAGE
 
 __all__ = ["BackendConformance", "BackendWrapper", "FaultyBackend", "SlowBackend", "default_fault", "random_bytes"]
 
@@ -53,6 +63,22 @@ class BackendConformance:
             yield stack
         statistics = backend.statistics()
         assert (statistics["live_bytes"], statistics["live_chunks"], statistics["staging_bytes"]) == (0, 0, 0)
+        assert statistics.get("mapped_bytes", 0) == 0
+
+    @staticmethod
+    def mapped(backend: Backend, handles: ExitStack, data: Bytes, lead: int = 0) -> Chunk:
+        """The pages of a file that holds ``data`` after ``lead`` other bytes, mapped to be read only."""
+        if not backend.capabilities.maps_files:
+            pytest.skip("the device reads no pages of files")
+        file = os.memfd_create("conformance")
+        try:
+            os.pwrite(file, bytes(lead) + data.tobytes(), 0)
+            mapping = mmap.mmap(file, lead + data.size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        finally:
+            os.close(file)
+        chunk = backend.map_pages(np.frombuffer(mapping, np.uint8))
+        handles.callback(chunk.close)
+        return chunk
 
     @staticmethod
     def chunk(backend: Backend, handles: ExitStack, nbytes: int) -> Chunk:
@@ -247,6 +273,67 @@ class BackendConformance:
             plain = ~np.isnan(want[ids].reshape(-1))
             assert np.array_equal(np.isnan(got), ~plain)
             assert np.array_equal(got.view(np.uint32)[plain], want[ids].reshape(-1).view(np.uint32)[plain])
+
+    def test_pages_of_a_file_are_read_where_they_are(self, backend: Backend, handles: ExitStack) -> None:
+        data = random_bytes(3 * PAGE + 100)
+        chunk = self.mapped(backend, handles, data)
+        assert chunk.nbytes == 4 * PAGE
+        statistics = backend.statistics()
+        assert (statistics["live_bytes"], statistics["mapped_bytes"]) == (0, 4 * PAGE)
+        for offset, nbytes in ((0, data.size), (PAGE - 1, 2), (3 * PAGE, 100)):
+            np.testing.assert_array_equal(self.contents(backend, chunk, offset, nbytes), data[offset : offset + nbytes])
+        assert chunk.view is not None
+        assert not chunk.view.flags.writeable
+        chunk.close()
+        assert backend.statistics()["mapped_bytes"] == 0
+
+    def test_a_device_that_reads_no_pages_says_so(self, backend: Backend) -> None:
+        if backend.capabilities.maps_files:
+            pytest.skip("the device reads pages of files")
+        with pytest.raises(UnsupportedByDeviceError, match="pages of a file"):
+            backend.map_pages(np.zeros(PAGE, np.uint8))
+
+    @pytest.mark.parametrize("type_name", sorted(DECODABLE))
+    def test_rows_are_gathered_from_pages_wherever_they_begin(
+        self, backend: Backend, handles: ExitStack, type_name: str
+    ) -> None:
+        ggml_type, row_blocks, rows = BY_NAME[type_name], 3, 300
+        if ggml_type.is_quantized and backend.resolve(ggml_type, (1,), Intent.LINEAR | Intent.LOOKUP) is None:
+            pytest.skip("the device does not decode this type")
+        data = random_bytes(rows * row_blocks * ggml_type.block_bytes, seed=ggml_type.id)
+        want = decode(ggml_type, data).reshape(rows, -1)
+        extent = Extent(type=ggml_type, rows=rows, row_blocks=row_blocks)
+        ids = np.array([299, 3, 3, 0, 200], np.int64)
+        target = self.chunk(backend, handles, 4 * want.shape[1] * ids.size)
+        for lead in (0, 32, 8 * 13, 2 * 1001):
+            table = Slice(
+                chunk=self.mapped(backend, handles, data, lead),
+                offset=lead,
+                nbytes=data.size,
+                extent=extent,
+                layout=Raw(),
+            )
+            backend.gather([table], ids, target, 0)
+            got = self.contents(backend, target).view(np.float32)
+            plain = ~np.isnan(want[ids].reshape(-1))
+            assert np.array_equal(np.isnan(got), ~plain)
+            assert np.array_equal(got.view(np.uint32)[plain], want[ids].reshape(-1).view(np.uint32)[plain])
+
+    @pytest.mark.parametrize("type_name", ["F32", "F16", "BF16"])
+    def test_products_with_pages_are_those_with_a_copy(
+        self, backend: Backend, handles: ExitStack, type_name: str
+    ) -> None:
+        ggml_type, row_blocks, rows = BY_NAME[type_name], 64, 70
+        if not isinstance(backend.resolve(ggml_type, (rows, row_blocks), Intent.LINEAR), Raw):
+            pytest.skip("the device does not multiply this type as it is in the file")
+        values = np.random.default_rng(1).standard_normal((rows, row_blocks)).astype(np.float32)
+        data = (values if type_name == "F32" else values.astype(np.float16)).reshape(-1).view(np.uint8)
+        copy = self.slice(backend, handles, data, ggml_type, row_blocks, Raw())
+        x = np.random.default_rng(2).standard_normal((3, row_blocks)).astype(np.float32)
+        want = backend.linear([copy], x)
+        lead = 3 * backend.capabilities.map_alignment
+        pages = replace(copy, chunk=self.mapped(backend, handles, data, lead), offset=lead)
+        assert np.array_equal(backend.linear([pages], x), want)
 
     def slice(
         self, backend: Backend, handles: ExitStack, data: Bytes, ggml_type: GGMLType, row_blocks: int, layout: Layout

@@ -23,9 +23,10 @@ from ggufstream.ggml_types import BY_NAME
 from ggufstream.gguf_layout import TensorInfo
 from ggufstream.layouts import F32, Extent, Layout, Raw
 from ggufstream.options import Intent, LoadOptions, Placement
+from ggufstream.pages import PAGE
 from ggufstream.roles import Role
 
-__all__ = ["Decider", "Decision", "Overrides", "cut_rows", "slice_limit"]
+__all__ = ["Decider", "Decision", "Overrides", "cut_rows", "decodes_rows", "map_limit", "slice_limit"]
 
 _REASONS: Mapping[Intent, str] = {
     Intent.LINEAR: "matrix",
@@ -193,10 +194,8 @@ class Decider:
 
     def _table_on_device(self, tensor: TensorInfo, role: Role, device: int) -> Decision:
         """A table that is only looked up, on the device all the same: as in the file, if the device can decode that."""
-        both, kind = Intent.LINEAR | Intent.LOOKUP, tensor.type
-        must_decode = kind.is_quantized and self._backends[device].resolve(kind, tensor.shape, both) is None
-        if must_decode and F32().accepts(kind):
-            return self._resolve(tensor, replace(role, intent=both), device)
+        if not decodes_rows(self._backends[device], tensor) and F32().accepts(tensor.type):
+            return self._resolve(tensor, replace(role, intent=Intent.LINEAR | Intent.LOOKUP), device)
         return self._on_device(tensor, device, Raw(), "lookup table")
 
     def _on_device(
@@ -227,10 +226,10 @@ class Decider:
             return False, "network file systems are not mapped unless asked for"
         if not layout.verbatim:
             return False, f"layout {layout.name} is not the file's"
-        if tensor.offset % capabilities.slice_alignment:
-            return False, f"its offset is not a multiple of {capabilities.slice_alignment}"
-        if tensor.nbytes > slice_limit(capabilities):
-            return False, f"one binding reaches {slice_limit(capabilities):,} bytes"
+        if tensor.offset % capabilities.map_alignment:
+            return False, f"its offset is not a multiple of {capabilities.map_alignment}"
+        if tensor.nbytes > map_limit(capabilities):
+            return False, f"one binding reaches {map_limit(capabilities):,} bytes"
         return True, ""
 
 
@@ -244,6 +243,17 @@ def slice_limit(capabilities: Capabilities) -> int:
     chunk = capabilities.max_chunk_bytes
     limit = min(chunk, capabilities.max_slice_bytes or chunk)
     return limit - limit % capabilities.slice_alignment
+
+
+def map_limit(capabilities: Capabilities) -> int:
+    """Bytes of the largest part of a tensor that is read in the file's pages, of which the first and last hold more."""
+    return slice_limit(capabilities) - 2 * PAGE
+
+
+def decodes_rows(backend: Backend, tensor: TensorInfo) -> bool:
+    """Whether a device decodes rows of a table that lies in its memory as it is in the file."""
+    both = Intent.LINEAR | Intent.LOOKUP
+    return not tensor.type.is_quantized or backend.resolve(tensor.type, tensor.shape, both) is not None
 
 
 def cut_rows(tensor: TensorInfo, layout: Layout, capabilities: Capabilities | None) -> Iterator[Extent]:

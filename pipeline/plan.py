@@ -10,13 +10,13 @@ import difflib
 import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from ggufstream.backends.base import Backend, Capabilities
+from ggufstream.backends.base import Backend, Capabilities, cannot_map
 from ggufstream.decode import DECODABLE
-from ggufstream.errors import OptionError, OutOfDeviceMemoryError, UnsupportedByDeviceError, UnsupportedFileError
+from ggufstream.errors import OptionError, OutOfDeviceMemoryError, UnsupportedFileError
 from ggufstream.gguf_file import FileIndex
 from ggufstream.gguf_layout import TensorInfo
 from ggufstream.layer_split import split_layers
@@ -421,11 +421,7 @@ def _check_alias(devices: Sequence[Capabilities], options: LoadOptions) -> None:
         )
     for device in devices:
         if not device.maps_files:
-            raise UnsupportedByDeviceError(
-                f"{device.device} cannot read the pages of a file",
-                backend=device.backend,
-                remedy="Use upload=auto",
-            )
+            raise cannot_map(device)
 
 
 def _roles(index: FileIndex, options: LoadOptions) -> dict[str, Role]:
@@ -459,6 +455,8 @@ class _ArenaBuilder:
     device: int | None
     alignment: int
     mapped: bool = False
+    span_bytes: int = 0
+    """Most that is mapped in one piece."""
     slice_bytes: list[int] = field(default_factory=list)
     tensors: list[TensorInfo] = field(default_factory=list)
 
@@ -470,22 +468,27 @@ class _ArenaBuilder:
         spans: tuple[Span, ...] = ()
         places: tuple[tuple[int, int], ...] = ()
         if self.mapped:
-            spans = _spans(self.tensors)
+            spans = _spans(self.tensors, self.span_bytes)
             places = tuple(_place(tensor, spans) for tensor in self.tensors)
         return ArenaPlan(
             name=self.name, device=self.device, slice_bytes=tuple(self.slice_bytes), spans=spans, places=places
         )
 
 
-def _spans(tensors: Iterable[TensorInfo]) -> tuple[Span, ...]:
-    """The pages of these tensors; spans grow together only where they share or touch pages, never over others."""
+def _spans(tensors: Iterable[TensorInfo], limit: int) -> tuple[Span, ...]:
+    """The pages of these tensors; spans grow together only where they share or touch pages, never over others.
+
+    Where one would grow above ``limit`` bytes the next begins, with the page that both share, if they do.
+    """
     spans: list[Span] = []
     for tensor in sorted(tensors, key=lambda tensor: (tensor.shard, tensor.offset)):
         first, last = page_span(tensor.offset, tensor.nbytes)
         if spans and spans[-1].shard == tensor.shard and first <= spans[-1].last:
-            spans[-1] = Span(shard=tensor.shard, first=spans[-1].first, last=max(last, spans[-1].last))
-        else:
-            spans.append(Span(shard=tensor.shard, first=first, last=last))
+            longer = replace(spans[-1], last=max(last, spans[-1].last))
+            if longer.nbytes <= limit:
+                spans[-1] = longer
+                continue
+        spans.append(Span(shard=tensor.shard, first=first, last=last))
     return tuple(spans)
 
 
@@ -506,7 +509,8 @@ class _Planner:
             suffix = f":{i}" if len(devices) > 1 else ""
             self.arenas[i, False] = _ArenaBuilder(f"{DEVICE}{suffix}", i, device.slice_alignment)
             if device.maps_files:
-                self.arenas[i, True] = _ArenaBuilder(f"mapped{suffix}", i, 1, mapped=True)
+                span_bytes = device.max_chunk_bytes
+                self.arenas[i, True] = _ArenaBuilder(f"mapped{suffix}", i, 1, mapped=True, span_bytes=span_bytes)
         self.arenas[None, False] = _ArenaBuilder(HOST, None, HOST_ALIGNMENT)
 
     def entry(self, tensor: TensorInfo, role: Role, layers: Mapping[int, int]) -> PlanEntry:

@@ -323,8 +323,7 @@ async def test_two_devices_on_llvmpipe_are_one_load(mixed: Path, upload: str) ->
             assert {weight.device for weight in model.values()} == {0, 1, None}
             assert (await ggufstream.verify(model)).differing == ()
             for i, backend in enumerate((first, second)):
-                arena = model.report.arenas[i]
-                assert arena.name == f"device:{i}"
+                (arena,) = (arena for arena in model.report.arenas if arena.name == f"device:{i}")
                 assert backend.statistics()["live_bytes"] == arena.allocated_bytes == arena.planned_bytes > 0
         for backend in (first, second):
             assert backend.statistics()["live_bytes"] == backend.statistics()["staging_bytes"] == 0
@@ -426,6 +425,21 @@ def test_network_files_are_mapped_only_on_demand(options: dict[str, Any], mapped
     (entry,) = load_plan.entries
     assert (entry.arena == "mapped") == mapped
     assert ("not mapped unless asked for" in entry.reason) != mapped
+
+
+def test_what_is_mapped_at_once_is_within_the_devices_limit() -> None:
+    made = [Spec(f"blk.{n}.attn_q.weight", "Q8_0", (64, 37 + 11 * n)) for n in range(20)]
+    limit = 8 * PAGE
+    load_plan = plan_of(index_of(made), Device("gb10", max_chunk_bytes=limit))
+    arena = load_plan.arenas["mapped"]
+    assert len(arena.spans) > 5
+    assert all(span.nbytes <= limit for span in arena.spans)
+    assert sum(span.nbytes for span in arena.spans) == arena.planned_bytes
+    for entry in load_plan.entries:
+        assert entry.arena == "mapped"
+        span, offset = arena.places[entry.slices[0].index]
+        assert arena.spans[span].first * PAGE + offset == entry.tensor.offset
+        assert offset + entry.tensor.nbytes <= arena.spans[span].nbytes
 
 
 def test_a_slice_beyond_one_binding_is_not_mapped() -> None:

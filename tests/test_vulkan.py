@@ -292,6 +292,7 @@ def upload_something(backend):
 
 def test_a_device_lost_at_submission_takes_no_more_work(staged, api):
     chunk, staging = staged.allocate(64), staged.staging(64)
+    api.called.clear()
     api.answers["vkQueueSubmit"] = -4
     with pytest.raises(DeviceLostError, match="likely out of memory or a driver timeout"):
         staged.upload(staging, [Copy(0, chunk, 0, 64)])
@@ -323,6 +324,7 @@ def test_a_device_lost_while_copying(staged, api):
 
 def test_a_copy_that_hangs_is_a_lost_device_and_its_memory_stays(staged, api):
     chunk, staging, ticket = upload_something(staged)
+    api.called.clear()
     api.answers.update(vkWaitForFences=2, vkGetFenceStatus=1)
     with pytest.raises(DeviceLostError, match="within 30 s"):
         ticket.wait()
@@ -390,6 +392,7 @@ def test_copies_and_reads_outside_of_the_memory_are_refused(staged):
 
 def test_one_copy_command_for_each_chunk(staged, api):
     chunks, staging = [staged.allocate(4096) for _ in range(2)], staged.staging(4096)
+    api.called.clear()
     copies = [Copy(64 * i, chunks[i % 2], 64 * i, 64) for i in range(64)]
     staged.upload(staging, copies).wait()
     assert api.called["vkCmdCopyBuffer"] == 2

@@ -79,6 +79,11 @@ _ACCESS_READ: Final = 0x8000
 _ACCESS_WRITE: Final = 0x10000
 _ACCESS_HOST: Final = 0x2000 | 0x4000
 
+_HOST_POINTER: Final = 0x80
+"""``VK_EXTERNAL_MEMORY_HANDLE_TYPE_HOST_ALLOCATION_BIT_EXT``"""
+_IMPORTABLE: Final = 0x4
+_DEDICATED_ONLY: Final = 0x1
+
 
 class Region(NamedTuple):
     """Bytes to copy between two buffers."""
@@ -347,8 +352,10 @@ class Vulkan:
 
     # Memory
 
-    def create_buffer(self, device: Device, nbytes: int, *, usage: int, families: Sequence[int]) -> Buffer:
-        """A buffer that all queues of ``families`` may use at any time."""
+    def create_buffer(
+        self, device: Device, nbytes: int, *, usage: int, families: Sequence[int], imported: bool = False
+    ) -> Buffer:
+        """A buffer that all queues of ``families`` may use at any time; ``imported``: over pages of the host."""
         indices = self._array("uint32_t", families)
         shared = len(families) > 1
         info = self._struct(
@@ -359,6 +366,8 @@ class Vulkan:
             queueFamilyIndexCount=len(families) if shared else 0,
             pQueueFamilyIndices=indices if shared else self._ffi.NULL,
         )
+        external = [self._struct("VkExternalMemoryBufferCreateInfo", handleTypes=_HOST_POINTER)] if imported else []
+        self._chain(info, external)
         owner = self._cast("VkDevice", device)
         return Buffer(self._create("vkCreateBuffer", "VkBuffer", owner, info, needed=nbytes))
 
@@ -372,6 +381,32 @@ class Vulkan:
 
     def allocate_memory(self, device: Device, nbytes: int, *, memory_type: int) -> Memory:
         info = self._struct("VkMemoryAllocateInfo", allocationSize=nbytes, memoryTypeIndex=memory_type)
+        owner = self._cast("VkDevice", device)
+        return Memory(self._create("vkAllocateMemory", "VkDeviceMemory", owner, info, needed=nbytes))
+
+    def takes_host_pages(self, device: PhysicalDevice, *, usage: int) -> bool:
+        """Whether the driver says that such buffers may lie over pages of the host."""
+        info = self._struct("VkPhysicalDeviceExternalBufferInfo", usage=usage, handleType=_HOST_POINTER)
+        out = self._struct("VkExternalBufferProperties")
+        self.call("vkGetPhysicalDeviceExternalBufferProperties", self._cast("VkPhysicalDevice", device), info, out)
+        features = int(out.externalMemoryProperties.externalMemoryFeatures)
+        return bool(features & _IMPORTABLE) and not features & _DEDICATED_ONLY
+
+    def host_page_types(self, instance: Instance, device: Device, address: int) -> int:
+        """Bit ``i``: what lies at ``address`` in the host may be imported as memory type ``i``."""
+        name = "vkGetMemoryHostPointerPropertiesEXT"
+        self._resolve(name, instance)
+        out = self._struct("VkMemoryHostPointerPropertiesEXT")
+        self._must(name, self._cast("VkDevice", device), _HOST_POINTER, self._cast("void*", address), out)
+        return int(out.memoryTypeBits)
+
+    def import_memory(self, device: Device, address: int, nbytes: int, *, memory_type: int) -> Memory:
+        """Pages of the host as device memory; they must stay mapped until :meth:`free_memory`."""
+        pages = self._struct(
+            "VkImportMemoryHostPointerInfoEXT", handleType=_HOST_POINTER, pHostPointer=self._cast("void*", address)
+        )
+        info = self._struct("VkMemoryAllocateInfo", allocationSize=nbytes, memoryTypeIndex=memory_type)
+        self._chain(info, [pages])
         owner = self._cast("VkDevice", device)
         return Memory(self._create("vkAllocateMemory", "VkDeviceMemory", owner, info, needed=nbytes))
 

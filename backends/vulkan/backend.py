@@ -18,9 +18,10 @@ from ggufstream.backends.vulkan.api import USAGE_READBACK, USAGE_STORAGE, Vulkan
 from ggufstream.backends.vulkan.device import VulkanDevice, VulkanInstance, choose_device
 from ggufstream.backends.vulkan.errors import BACKEND
 from ggufstream.backends.vulkan.memory import Allocation, HostAllocation, MemoryPlan, plan_memory
+from ggufstream.backends.vulkan.pages import ImportedPages, try_pages
 from ggufstream.backends.vulkan.records import DeviceRecord
 from ggufstream.backends.vulkan.transfer import ReadBack, VulkanChunk, VulkanStaging
-from ggufstream.errors import ClosedError, OutOfDeviceMemoryError, OutOfHostMemoryError
+from ggufstream.errors import ClosedError, OutOfDeviceMemoryError, OutOfHostMemoryError, UnsupportedByDeviceError
 from ggufstream.ggml_types import GGMLType
 from ggufstream.layouts import Bytes, Layout, Planar, Raw
 
@@ -59,6 +60,7 @@ class VulkanBackend(Backend):
     ) -> None:
         self._lock = threading.Lock()
         self._chunks = Counter()
+        self._mapped = Counter()
         self._staging = Counter()
         self._allocations = 0
         self._closed = False
@@ -76,7 +78,15 @@ class VulkanBackend(Backend):
             self._plan: MemoryPlan = plan_memory(
                 record, direct=direct, arena_bits=arena_bits, staging_bits=staging_bits
             )
-            self._facts = self._plan.capabilities
+            access = try_pages(self.device, self._plan)
+            self.device.record = replace(record, page_access=access)
+            self._facts = replace(
+                self._plan.capabilities,
+                maps_files=access.works,
+                maps_files_reason=access.reason,
+                pins_pages=access.pins,
+                map_alignment=record.limits.min_storage_buffer_offset_alignment or 1,
+            )
             self._read_back = ReadBack(self.device, memory_type=self._plan.staging)
             undo.callback(self._read_back.close)
             self._undo = undo.pop_all()
@@ -95,7 +105,8 @@ class VulkanBackend(Backend):
         """Bytes of the arena's heap that can be allocated now."""
         heap = self.device.heaps()[self._plan.arena.heap]
         # Without a budget from the driver all that is known is the size, and what we hold ourselves.
-        return max(0, heap.size - self._chunks.live_bytes) if heap.budget is None else heap.available
+        held = self._chunks.live_bytes + self._mapped.live_bytes * self._facts.pins_pages
+        return max(0, heap.size - held) if heap.budget is None else heap.available
 
     def _type_bits(self, usage: int) -> int:
         # The same for all buffers of one usage, so that a small one tells before any is needed.
@@ -129,6 +140,21 @@ class VulkanBackend(Backend):
         with self._lock:
             self._allocations += 1
         return VulkanChunk(allocation)
+
+    def map_pages(self, pages: Bytes) -> Chunk:
+        self._check()
+        facts = self.capabilities
+        if not facts.maps_files:
+            return super().map_pages(pages)
+        if pages.size > facts.max_chunk_bytes:
+            raise UnsupportedByDeviceError(
+                f"{pages.size:,} bytes of a file are above the {facts.max_chunk_bytes:,} that {facts.device} maps at once",
+                backend=BACKEND,
+                remedy="Use upload=auto",
+            )
+        if facts.pins_pages:
+            self._check_budget(pages.size)
+        return ImportedPages(self.device, pages, counter=self._mapped)
 
     def _check_budget(self, nbytes: int) -> None:
         # Some drivers grant more than there is and lose the device at the next submission: ask before allocating.
@@ -172,14 +198,15 @@ class VulkanBackend(Backend):
 
     def read(self, chunk: Chunk, offset: int, destination: Bytes) -> None:
         self._check()
-        assert isinstance(chunk, VulkanChunk)
         if offset < 0 or offset + destination.size > chunk.nbytes:
             raise ValueError(f"read of {destination.size:,} bytes at {offset:,} from a chunk of {chunk.nbytes:,}")
         view = chunk.view
-        if view is None or not self._plan.arena.cached:
-            self._read_back.read(chunk, offset, destination)
-            return
-        chunk.allocation.invalidate(offset, destination.size)
+        if isinstance(chunk, VulkanChunk):
+            if view is None or not self._plan.arena.cached:
+                self._read_back.read(chunk, offset, destination)
+                return
+            chunk.allocation.invalidate(offset, destination.size)
+        assert view is not None
         np.copyto(destination, view[offset : offset + destination.size])
 
     def linear(self, weight: Sequence[Slice], x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
@@ -195,13 +222,16 @@ class VulkanBackend(Backend):
         # For the operands of a product, and the numbers of rows.
         return HostAllocation(self.device, nbytes, usage=USAGE_STORAGE, memory_type=self._plan.staging)
 
+    def _near_buffer(self, nbytes: int) -> Allocation:
+        return Allocation(self.device, nbytes, usage=USAGE_STORAGE, memory_type=self._plan.arena, mapped=False)
+
     def _products(self) -> Compute:
         from ggufstream.backends.vulkan.compute import Compute
 
         with self._lock:
             self._check()
             if self._compute is None:
-                self._compute = Compute(self.device, self._host_buffer)
+                self._compute = Compute(self.device, self._host_buffer, self._near_buffer)
                 self._undo.callback(self._compute.close)
             return self._compute
 
@@ -218,6 +248,7 @@ class VulkanBackend(Backend):
     def statistics(self) -> dict[str, Any]:
         return memory_statistics(self._chunks, self._staging) | {
             "staging_peak_bytes": self._staging.peak_bytes,
+            "mapped_bytes": self._mapped.live_bytes,
             "read_back_bytes": self._read_back.nbytes,
             "allocations": self._allocations,
             "submits": self.device.submits,

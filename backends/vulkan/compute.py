@@ -10,7 +10,6 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Final
 
 import numpy as np
@@ -18,12 +17,11 @@ import numpy.typing as npt
 
 from ggufstream.backends.base import Slice
 from ggufstream.backends.products import check_operand
-from ggufstream.backends.vulkan.api import USAGE_STORAGE, CommandBuffer, Region
+from ggufstream.backends.vulkan.api import CommandBuffer, Region
 from ggufstream.backends.vulkan.device import VulkanDevice
 from ggufstream.backends.vulkan.errors import BACKEND
 from ggufstream.backends.vulkan.kernels import MAX_FIELDS, Kernels, padded, weight_binding
 from ggufstream.backends.vulkan.memory import Allocation
-from ggufstream.backends.vulkan.transfer import VulkanChunk
 from ggufstream.errors import UnsupportedByDeviceError
 from ggufstream.layouts import F32, Planar
 
@@ -59,11 +57,18 @@ class Compute:
     Args:
         device: Where the weights lie.
         host_buffer: Makes a mapped storage buffer of so many bytes.
+        near_buffer: Makes one in the device's own memory.
     """
 
-    def __init__(self, device: VulkanDevice, host_buffer: Callable[[int], Allocation]) -> None:
+    def __init__(
+        self,
+        device: VulkanDevice,
+        host_buffer: Callable[[int], Allocation],
+        near_buffer: Callable[[int], Allocation],
+    ) -> None:
         self._device = device
         self._host_buffer = host_buffer
+        self._near_buffer = near_buffer
         self._lock = threading.Lock()
         self._kernels = Kernels(device, buffers=3, constant_bytes=_PUSH.size)
         self._x: Allocation | None = None
@@ -96,7 +101,7 @@ class Compute:
             self._x = self._reserve(self._x, 4 * most * stride, self._host_buffer)
             self._y = self._reserve(self._y, 4 * most * rows, self._host_buffer)
             if _must_copy(self._x):
-                self._near = self._reserve(self._near, 4 * most * stride, partial(self._beside, weight[0]))
+                self._near = self._reserve(self._near, 4 * most * stride, self._near_buffer)
             for first in range(0, len(x), most):
                 vectors = x[first : first + most]
                 n = len(vectors)
@@ -128,12 +133,6 @@ class Compute:
         if buffer is not None:
             buffer.close()
         return larger
-
-    def _beside(self, part: Slice, nbytes: int) -> Allocation:
-        """Memory of the kind that the weight lies in."""
-        assert isinstance(part.chunk, VulkanChunk)
-        kind = part.chunk.allocation.memory_type
-        return Allocation(self._device, nbytes, usage=USAGE_STORAGE, memory_type=kind, mapped=False)
 
     def _multiply(self, part: Slice, sizes: tuple[int, ...]) -> None:
         """One slice; ``sizes`` are those of the shader, up to the planes."""

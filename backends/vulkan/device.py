@@ -21,6 +21,7 @@ from ggufstream.backends.vulkan.records import DeviceRecord, MemoryHeap
 from ggufstream.errors import BackendUnavailableError, ClosedError, DeviceError, DeviceLostError, NoDeviceError
 
 __all__ = [
+    "HOST_PAGES",
     "VALIDATION_MESSAGES",
     "DeviceQueue",
     "VulkanDevice",
@@ -33,6 +34,7 @@ VALIDATION_MESSAGES: Final[list[str]] = []
 """What the validation layer has reported in this process, over all backends: a test asserts that it stays empty."""
 
 _VALIDATION_LAYER: Final = "VK_LAYER_KHRONOS_validation"
+HOST_PAGES: Final = "VK_EXT_external_memory_host"
 _DEBUG_UTILS: Final = "VK_EXT_debug_utils"
 _PORTABILITY: Final = "VK_KHR_portability_enumeration"
 _NEWEST: Final = (1, 3, 0)
@@ -201,7 +203,7 @@ class VulkanDevice:
         """What is open on this device: each adds itself, and goes when it is closed."""
         self._deferred: list[tuple[Callable[[], bool], Callable[[], None]]] = []
         # A device that offers VK_KHR_portability_subset demands that it is enabled.
-        wanted = ("VK_KHR_portability_subset", "VK_EXT_memory_budget")
+        wanted = ("VK_KHR_portability_subset", "VK_EXT_memory_budget", HOST_PAGES)
         extensions = [name for name in wanted if name in record.extensions]
         self.handle: Device = self.api.create_device(physical, families=self.families, extensions=extensions)
         self.compute = DeviceQueue(self.api.queue(self.handle, compute), compute)

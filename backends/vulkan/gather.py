@@ -62,10 +62,14 @@ class Gather:
             UnsupportedByDeviceError: There is no shader for the type or the layout, or a row is too long.
             DeviceLostError: The device gave up, or did not finish in time.
         """
-        parts = [(part, rows, places, self._shader(part)) for part, rows, places in rows_by_slice(table, ids)]
         limits = self._device.record.limits
         alignment = limits.min_storage_buffer_offset_alignment or 1
-        for part, rows, places, (shader, raw, planes, fields) in parts:
+        parts = [
+            # Rows in the pages of a file may begin anywhere.
+            (part, rows, places, part.offset % alignment, self._shader(part, part.offset % alignment))
+            for part, rows, places in rows_by_slice(table, ids)
+        ]
+        for part, rows, places, lead, (shader, raw, planes, fields) in parts:
             extent = part.extent
             elements = extent.row_blocks * extent.type.block_elements
             most = (limits.max_storage_buffer_range - alignment) // (4 * elements)
@@ -102,7 +106,7 @@ class Gather:
                         shader,
                         raw,
                         [
-                            weight_binding(part),
+                            weight_binding(part, lead=lead),
                             (self._wanted.buffer, 0, self._wanted.nbytes),
                             (Buffer(target.handle), bound, end - bound),
                         ],
@@ -111,8 +115,11 @@ class Gather:
                     )
                 start = stop
 
-    def _shader(self, part: Slice) -> tuple[str, bool, tuple[int, ...], tuple[int, ...]]:
-        """The shader for a slice, whether blocks are as in the file, where fields start, and their sizes in a block."""
+    def _shader(self, part: Slice, lead: int) -> tuple[str, bool, tuple[int, ...], tuple[int, ...]]:
+        """The shader for a slice, whether blocks are as in the file, where fields start, and their sizes in a block.
+
+        ``lead`` bytes are bound before the slice; none where the layout is not the file's.
+        """
         kind = part.extent.type
         sizes = tuple(kind.fields.values())
         if kind.name in self._supported:
@@ -121,8 +128,10 @@ class Gather:
                 return "f32.gather", False, (0,), (4,)
             if isinstance(part.layout, Planar):
                 return shader, False, tuple(plane.offset // 4 for plane in part.layout.planes(part.extent)), sizes
-            if isinstance(part.layout, Raw):  # one field: raw is planar
-                return shader, kind.is_quantized, tuple(accumulate(sizes[:-1], initial=0)), sizes
+            if isinstance(part.layout, Raw):
+                if not kind.is_quantized and lead % 4 == 0:  # one field: raw is planar
+                    return shader, False, (lead // 4,), sizes
+                return shader, True, tuple(accumulate(sizes[:-1], initial=lead)), sizes
         raise UnsupportedByDeviceError(
             f"there is no shader for rows of type {kind.name} in layout {part.layout.name}",
             backend=BACKEND,

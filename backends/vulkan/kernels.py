@@ -116,11 +116,16 @@ class Kernels:
         self._submission.close(release)
 
 
-def weight_binding(part: Slice) -> Binding:
-    """A slice, up to the end of its last word: shaders read whole words, of which the last may hold a byte or two."""
-    nbytes = part.nbytes + -part.nbytes % 4
-    assert part.offset + nbytes <= part.chunk.nbytes, "arenas pad slices, so chunks end at a whole word"
-    return Buffer(part.chunk.handle), part.offset, nbytes
+def weight_binding(part: Slice, *, lead: int = 0) -> Binding:
+    """A slice, up to the end of its last word: shaders read whole words, of which the last may hold a byte or two.
+
+    ``lead`` bytes before it are bound, too, where it does not begin at a place that can be bound.
+    """
+    nbytes = lead + part.nbytes
+    nbytes += -nbytes % 4
+    begin = part.offset - lead
+    assert 0 <= begin <= part.chunk.nbytes - nbytes, "arenas pad slices, so chunks end at a whole word"
+    return Buffer(part.chunk.handle), begin, nbytes
 
 
 def padded(fields: Sequence[int]) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
-__all__ = ["DeviceKind", "DeviceRecord", "Limits", "MemoryHeap", "MemoryType", "QueueFamily"]
+__all__ = ["DeviceKind", "DeviceRecord", "Limits", "MemoryHeap", "MemoryType", "PageAccess", "QueueFamily"]
 
 DeviceKind: TypeAlias = Literal["discrete", "integrated", "virtual", "cpu", "other"]
 
@@ -69,6 +69,16 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PageAccess:
+    """Whether a device reads the pages of mapped files where they are: found out by trying, since limits do not say."""
+
+    works: bool = False
+    pins: bool = False
+    """Reading one page brings in, and may hold, all of a mapping."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRecord:
     """One physical device, as the driver describes it."""
 
@@ -83,6 +93,8 @@ class DeviceRecord:
     queue_families: tuple[QueueFamily, ...]
     limits: Limits
     extensions: frozenset[str]
+    page_access: PageAccess | None = None
+    """``None``: not tried, as that needs the device opened."""
 
     @property
     def compute_family(self) -> int | None:
