@@ -139,25 +139,23 @@ def measure(ways: dict[str, Way], path: Path, rows: int, args: argparse.Namespac
 
 @contextmanager
 def opened(
-    path: Path, strategies: tuple[str, ...], *, bytes_only: bool = False, **options: Any
+    path: Path, strategies: tuple[str, ...], *, bytes_only: bool = False, into: int | None = None, **options: Any
 ) -> Iterator[dict[str, Way]]:
     """Ways through a model each, with the row cache off: every round has other rows anyway.
 
-    ``bytes_only``: the time until a table's source has the bytes, without decoding them.
+    ``bytes_only``: the time until a table's source has the bytes, without decoding them. ``into``: into that device.
     """
+    options = {"backend": "cpu", "lazy": "on", "row_cache_bytes": 0} | options
     with asyncio.Runner() as runner:
-        models = {
-            name: runner.run(
-                ggufstream.load(path, backend="cpu", lazy="on", row_strategy=name, row_cache_bytes=0, **options)
-            )
-            for name in strategies
-        }
+        models = {name: runner.run(ggufstream.load(path, row_strategy=name, **options)) for name in strategies}
 
         async def timed(model: ggufstream.Model, ids: np.ndarray) -> float:
             started = time.perf_counter()
             before = model.statistics()["rows"][TABLE]["seconds"]
-            await model.rows(TABLE, ids)
+            rows = await model.rows(TABLE, ids, into=into)
             took = time.perf_counter() - started
+            if into is not None:
+                await rows.aclose()
             return model.statistics()["rows"][TABLE]["seconds"] - before if bytes_only else took
 
         try:
@@ -185,6 +183,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--sparse-gib", nargs="*", type=float, default=[1, 4, 16])
+    parser.add_argument("--device", default="llvmpipe", help="of Vulkan; reads mapped pages, see ggufstream devices")
     parser.add_argument("--keep", action="store_true")
     args = parser.parse_args()
     ggml_type = BY_NAME[args.type]
@@ -217,6 +216,14 @@ def main() -> None:
             print("warm")
             seconds = measure({"dequantize": others.dequantize} | ways, path, part, args, cold=False)
         table_of(seconds, {"dequantize": "a loop over gguf.dequantize (time)"}, args.batch)
+        on_device = {"into": 0, "backend": "vulkan", "device": args.device}
+        for cold_file in (True, False):
+            with opened(
+                path, (*STRATEGIES, "device-read"), page_cache="auto" if cold_file else "keep", **on_device
+            ) as ways:
+                print(f"{'cold' if cold_file else 'warm'}, into {args.device}")
+                seconds = measure(ways, path, rows if cold_file else part, args, cold=cold_file)
+            table_of(seconds, {"mapped": "mapped, decoded by the host (time)"}, args.batch)
     for gib in args.sparse_gib:
         path = CACHE / f"rows-sparse-{gib:g}.gguf"
         nbytes = int(gib * 2**30)

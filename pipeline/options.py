@@ -36,7 +36,7 @@ __all__ = [
 IOMode = Literal["auto", "mmap", "pread", "direct"]
 LazyMode = Literal["auto", "on", "off", "all"]
 PageCacheMode = Literal["auto", "drop", "keep"]
-RowStrategy = Literal["auto", "mapped", "pread", "direct"]
+RowStrategy = Literal["auto", "mapped", "pread", "direct", "device-read"]
 UploadMode = Literal["auto", "direct", "staged", "alias"]
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -134,6 +134,7 @@ class LoadOptions:
         page_cache: What the page cache holds afterwards: as found on discrete memory (``auto``), nothing, or
             everything.
         row_strategy: How rows of a table come out of the file; ``auto``: what is fastest in a short measurement.
+            ``device-read`` maps the table, and rows for a device that reads mapped pages are decoded there.
         row_cache_bytes: Bound of the host memory that keeps rows of tables that stay in the file; 0 keeps none.
         staging_bytes: Bound of the host memory that is in use for moving bytes.
         range_bytes: Target size of one piece of work.

@@ -14,6 +14,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +24,9 @@ from ggufstream.backends.host_memory import anonymous_memory
 from ggufstream.errors import TruncatedFileError, UnreadableFileError
 from ggufstream.file_bytes import read_error, read_exactly
 from ggufstream.ggml_types import GGMLType
-from ggufstream.layouts import Bytes, Extent, Raw
+from ggufstream.layouts import Bytes, Raw
 from ggufstream.pages import MADV_DONTNEED, MADV_POPULATE_READ, PAGE, advise, page_span
+from ggufstream.placements import cut_rows, map_limit
 from ggufstream.row_cache import Ids
 from ggufstream.row_files import BATCH_BYTES, TableFile
 from ggufstream.row_reads import MADV_RANDOM, MADV_WILLNEED, AsyncReads, Runs, advise_runs, gather
@@ -329,30 +331,38 @@ class DeviceReadRows(MappedRows):
 
     Args:
         table: The table.
-        backend: The device; it maps files and does not pin them, and the table fits one binding.
+        backend: The device; it maps files, does not pin them, and decodes rows of this type.
     """
 
     strategy = "device-read"
 
     def __init__(self, table: TableFile, backend: Backend) -> None:
-        super().__init__(table, f"{backend.capabilities.device} reads the file's pages")
+        facts = backend.capabilities
+        super().__init__(table, f"{facts.device} reads the file's pages")
         assert self._bytes is not None
         self.backend = backend
+        self._slices: list[Slice] = []
+        tensor = table.tensor
+        begin = tensor.offset - self._origin
         try:
-            self._pages = backend.map_pages(self._bytes)
+            # Each part with pages of its own: a device limits what it maps at once, too.
+            for extent in cut_rows(tensor, Raw(), replace(facts, max_slice_bytes=map_limit(facts))):
+                nbytes = Raw().nbytes(extent)
+                first, last = page_span(begin, nbytes)
+                pages = backend.map_pages(self._bytes[first * PAGE : last * PAGE])
+                place = begin - first * PAGE
+                self._slices.append(Slice(chunk=pages, offset=place, nbytes=nbytes, extent=extent, layout=Raw()))
+                begin += nbytes
         except BaseException:
-            super().close()
+            self.close()
             raise
 
     def gather(self, ids: Ids, target: Chunk, offset: int) -> None:
         assert self.backend is not None
-        tensor = self.table.tensor
-        extent = Extent(type=tensor.type, rows=tensor.rows, row_blocks=tensor.row_blocks)
-        begin = tensor.offset - self._origin
-        whole = Slice(chunk=self._pages, offset=begin, nbytes=tensor.nbytes, extent=extent, layout=Raw())
         with self._resident(np.unique(ids)):
-            self.backend.gather([whole], ids, target, offset)
+            self.backend.gather(self._slices, ids, target, offset)
 
     def close(self) -> None:
-        self._pages.close()
+        while self._slices:
+            self._slices.pop().chunk.close()
         super().close()

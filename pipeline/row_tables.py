@@ -17,10 +17,9 @@ from ggufstream.backends.base import Backend, Capabilities, Slice
 from ggufstream.decode import DECODABLE
 from ggufstream.errors import OptionError, UnreadableFileError
 from ggufstream.gguf_file import Shard
-from ggufstream.gguf_layout import TensorInfo
 from ggufstream.options import Intent, PageCacheMode, Placement, RowStrategy
 from ggufstream.pages import Residency, filesystem_type, page_span
-from ggufstream.placements import slice_limit
+from ggufstream.placements import decodes_rows, map_limit
 from ggufstream.plan import LoadPlan, PlanEntry
 from ggufstream.read import NETWORK
 from ggufstream.report import RowsReport
@@ -148,12 +147,21 @@ class RowTables:
         with ExitStack() as undo:
             if entry.placement is Placement.ROWS and entry.tensor.nbytes:
                 table = self._table(entry)
-                source: RowSource = open_rows(table, self._strategy)
-                undo.callback(source.close)
+                why_not = []
                 for facts, backend in zip(self._plan.devices, self._backends, strict=True):
-                    if _reads_pages(entry.tensor, facts) and _may_map(table, self._strategy):
+                    because = _why_not_read(table, self._strategy, facts, backend)
+                    if because:
+                        why_not.append(f"{facts.device} {because}")
+                    else:
                         gathering.append(DeviceReadRows(table, backend))
                         undo.callback(gathering[-1].close)
+                if self._strategy != "device-read":
+                    source: RowSource = open_rows(table, self._strategy)
+                elif gathering:
+                    source = gathering[0]
+                else:
+                    source = MappedRows(table, f"device-read was asked for, but {', '.join(why_not)}")
+                undo.callback(source.close)
             else:
                 source = self._loaded(entry)
                 if source.backend is not None:
@@ -222,7 +230,7 @@ _ROUND_SECONDS = 0.003
 def _may_map(table: TableFile, asked: RowStrategy) -> bool:
     """Whether the table's pages may be mapped: on network file systems only if that is asked for."""
     network = filesystem_type(table.shard.identity.device).startswith(NETWORK)
-    return asked == "mapped" or (asked == "auto" and not network)
+    return asked in {"mapped", "device-read"} or (asked == "auto" and not network)
 
 
 def open_rows(table: TableFile, asked: RowStrategy) -> FileRows:
@@ -277,15 +285,20 @@ def _measure(table: TableFile, ways: Sequence[FileRows]) -> tuple[list[float], i
     return seconds, before
 
 
-def _reads_pages(tensor: TensorInfo, facts: Capabilities) -> bool:
-    """Whether a device can decode rows of a table where it is in the file, without pinning all of it."""
-    return (
-        facts.memory == "unified"
-        and facts.maps_files
-        and not facts.pins_pages
-        and tensor.offset % facts.slice_alignment == 0
-        and tensor.nbytes <= slice_limit(facts)
-    )
+def _why_not_read(table: TableFile, asked: RowStrategy, facts: Capabilities, backend: Backend) -> str:
+    """Why a device does not decode rows of a table where it is in the file; empty if it does."""
+    if facts.memory != "unified" or not facts.maps_files:
+        because = f" ({facts.maps_files_reason})" if facts.maps_files_reason else ""
+        return f"does not read pages of files in place of its memory{because}"
+    if facts.pins_pages:
+        return "would hold all of the table in memory"
+    if not decodes_rows(backend, table.tensor):
+        return f"does not decode {table.tensor.type.name}"
+    if table.tensor.row_bytes > map_limit(facts):
+        return f"binds at most {map_limit(facts):,} bytes"
+    if not _may_map(table, asked) or not (facts.prefers_mapping or asked == "device-read"):
+        return "is not asked to"
+    return ""
 
 
 def _shares(entries: Sequence[PlanEntry], cache_bytes: int) -> dict[str, int]:

@@ -1118,6 +1118,7 @@ asyncio.run(main(*sys.argv[1:]))
         *((strategy, "cpu", TABLE) for strategy in STRATEGIES),
         ("pread", "simulated:metal-alias", TIED),
         ("mapped", "simulated:gb10", TABLE),
+        ("device-read", "vulkan:llvmpipe", TABLE),
     ],
 )
 def test_a_file_that_is_cut_is_an_error_and_no_signal(tmp_path: Path, strategy: str, backend: str, name: str) -> None:
