@@ -54,6 +54,7 @@ def opened(api: CountingVulkan | None = None) -> Iterator[VulkanBackend]:
 
 def mappings_of(path: Path) -> list[str]:
     """What of a file is mapped or open in this process."""
+    path = path.resolve()
     gc.collect()
     files = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if _is_open(name)]
     lines = Path("/proc/self/maps").read_text().splitlines()
@@ -490,7 +491,7 @@ async def test_only_the_pages_of_the_rows_come_in(tmp_path: Path) -> None:
 
 def mapped_in(path: Path) -> int:
     """Bytes of the file's mappings that are resident in this process."""
-    total, ours = 0, False
+    total, ours, path = 0, False, path.resolve()
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split(" ", 1)[0]:
             ours = line.endswith(str(path))
