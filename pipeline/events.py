@@ -79,7 +79,12 @@ class Planned(Event):
     """Planned bytes of each arena."""
     fallbacks: tuple[tuple[str, str], ...]
     """Tensors that do not end where their intent asked for, each with the reason."""
+    open_seconds: float
+    """Of opening the backends, right after the header."""
     seconds: float
+    """Of planning, after that."""
+    rows_seconds: float
+    """Of opening the lookup tables, last."""
     plan: DescribesItself
     """All of it, tensor by tensor: a ``LoadPlan``. ``to_dict`` takes a while where there are many tensors."""
 

@@ -367,7 +367,9 @@ class Execution:
             bytes_total=load_plan.stream_bytes,
             arenas={arena.name: arena.planned_bytes for arena in load_plan.arenas.values()},
             fallbacks=load_plan.fallbacks,
+            open_seconds=self._seconds["open"],
             seconds=self._seconds["plan"],
+            rows_seconds=self._seconds["rows"],
             plan=load_plan,
         )
 

@@ -31,6 +31,13 @@ _BUSY = 0.75
 """Share of the time from which a stage is said to bound the stream."""
 _LONGEST = 5
 _DOING = {"read": "reading", "repack": "packing"}
+_GETTING_READY = {
+    "waiting": "waiting for memory that other loads held",
+    "header": "reading the header",
+    "open": "opening the device",
+    "plan": "making the plan",
+    "rows": "opening the lookup tables",
+}
 
 
 async def write_page(trace: str | os.PathLike[str], path: str | os.PathLike[str]) -> int:
@@ -211,14 +218,16 @@ def _verdict(usage: _Usage, phases: Sequence[Slice], report: Mapping[str, Any] |
             f"No stage bounds the stream alone: {workers} busy {_percent(busy)} of its time. The rest went to starting, "
             "to memory for the arenas, and to waiting for a processor."
         )
-    before = [phase for phase in phases if phase.name in {"header", "open", "plan"}]
-    whole, getting_ready = phases[-1].ended, sum(phase.ended - phase.started for phase in before)
+    before = dict.fromkeys(_GETTING_READY, 0.0)
+    for phase in phases:
+        if phase.name in before:
+            before[phase.name] += phase.ended - phase.started
+    whole, getting_ready = phases[-1].ended, sum(before.values())
     if getting_ready > 0.5 * whole:
-        longest = max(before, key=lambda phase: phase.ended - phase.started)
-        what = {"header": "reading the header", "open": "opening the device", "plan": "making the plan"}[longest.name]
+        longest = max(before, key=before.__getitem__)
         yield (
             f"Before that, {human_seconds(getting_ready)} of {human_seconds(whole)} went to getting ready, most of it "
-            f"to {what}: {human_seconds(longest.ended - longest.started)}."
+            f"to {_GETTING_READY[longest]}: {human_seconds(before[longest])}."
         )
 
 

@@ -14,6 +14,7 @@ from ggufstream.events import (
     LoadFailed,
     LoadFinished,
     LoadStarted,
+    LoadWaiting,
     Planned,
     RangeMoved,
     Sampled,
@@ -23,14 +24,16 @@ __all__ = ["PHASES", "Failure", "Outcome", "Phase", "PhaseName", "Timeline"]
 
 Outcome = Literal["running", "finished", "failed", "cancelled"]
 
-
-PhaseName = Literal["header", "open", "plan", "stream", "rows", "close"]
+PhaseName = Literal["waiting", "header", "open", "plan", "rows", "stream", "close"]
 PHASES: tuple[PhaseName, ...] = get_args(PhaseName)
 
 
 class Phase(NamedTuple):
-    """A part of a load, as in ``LoadReport.seconds``; both ends on ``time.perf_counter``. ``open`` is all between the
-    header and the plan until there is one, and ``close`` what follows the last step.
+    """A part of a load, as in ``LoadReport.seconds``; both ends on ``time.perf_counter``.
+
+    ``open`` is all between the header and the plan until there is one, ``plan`` goes on to the opening of the lookup
+    tables (``rows``), and ``close`` is what follows the stream. Where a load waits for memory that others hold, a phase
+    ``waiting`` follows, and then it begins anew.
     """
 
     name: PhaseName
@@ -78,12 +81,19 @@ class Timeline:
             case LoadStarted():
                 self.file = event.file
                 self._begun.append(("header", now))
+            case LoadWaiting():
+                self._begun.append(("waiting", now))
             case HeaderRead():
                 self.file = event.file
+                last, since = self._begun[-1]
+                if last == "waiting":  # nothing has told that its turn came
+                    self._begun.append(("header", max(since, now - event.seconds)))
                 self._begun.append(("open", now))
             case Planned():
                 self.planned = event
-                self._begun += [("plan", now - event.seconds), ("stream", now)]
+                _, opening = self._begun[-1]
+                rows = max(opening, now - event.rows_seconds)
+                self._begun += [("plan", min(opening + event.open_seconds, rows)), ("rows", rows), ("stream", now)]
             case ArenaGrown():
                 self.growth.append((now, event))
             case RangeMoved():
@@ -103,10 +113,8 @@ class Timeline:
 
     def _end(self, outcome: Outcome, now: float) -> None:
         self.outcome, self._ended = outcome, now
-        if self.finished is not None and self._begun:
-            seconds = self.finished.report["seconds"]
-            streamed = self._begun[-1][1] + seconds["stream"]
-            self._begun += [("rows", streamed), ("close", streamed + seconds["rows"])]
+        if self.finished is not None:
+            self._begun.append(("close", self._begun[-1][1] + self.finished.report["seconds"]["stream"]))
 
     @property
     def phases(self) -> list[Phase]:

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,20 @@ def test_what_bounds_a_load(workers: dict[str, list[Slice]], uploads: list[Slice
     assert "getting ready" not in text
     text = text_of(render_page(trace_of(workers=workers, uploads=uploads, seconds=1.0, before=2.0)))
     assert "2.00 s of 3.00 s went to getting ready, most of it to reading the header: 2.00 s" in text
+
+
+def test_page_says_that_a_load_has_waited() -> None:
+    trace = trace_of(workers={"a": reads(0.9)}, seconds=1.0, before=0.1)
+    (load,) = trace.tracks["load"]
+    steps = [("header", 0.1), ("open", 0.2), ("waiting", 4.0), ("header", 0.3), ("open", 0.1), ("rows", 0.1)]
+    at = 0.0
+    for place, (name, seconds) in enumerate(steps):
+        load.insert(place, Slice(name, at, at := at + seconds, {}))
+    load[len(steps) :] = [Slice("stream", at, at + 1.0, {})]
+    text = text_of(render_page(replace(trace, ended=at + 1.0)))
+    assert (
+        "4.80 s of 5.80 s went to getting ready, most of it to waiting for memory that other loads held: 4.00 s" in text
+    )
 
 
 @pytest.mark.slow

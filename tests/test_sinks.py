@@ -72,7 +72,9 @@ def whole_load(end: Event | None = None, *, file: str = "m.gguf", fallbacks: Any
         bytes_total=100,
         arenas={"device": 64},
         fallbacks=fallbacks,
+        open_seconds=0.02,
         seconds=0.01,
+        rows_seconds=0.03,
         plan=NO_PLAN,
     )
     header = HeaderRead(load_id="a1", file=file, shards=1, tensors=2, tensor_bytes=100, seconds=0.1, warnings=("odd",))

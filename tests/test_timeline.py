@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 import json
+import shutil
 import sys
+import time
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
@@ -26,10 +29,12 @@ from ggufstream.errors import DeviceLostError, MalformedFileError, MissingFileEr
 from ggufstream.events import (
     ArenaGrown,
     Event,
+    HeaderRead,
     LoadCancelled,
     LoadFailed,
     LoadFinished,
     LoadStarted,
+    LoadWaiting,
     Planned,
     Progress,
     RangeMoved,
@@ -197,7 +202,7 @@ async def test_trace_of_a_staged_vulkan_load(path: Path) -> None:
 def check_tracks(written: Written) -> None:
     """Slices nest on the load's track, and follow each other on all others; all lie within the load."""
     whole, phases = written.load, written.phases
-    assert [phase.name for phase in phases] == ["header", "open", "plan", "stream", "rows", "close"][: len(phases)]
+    assert [phase.name for phase in phases] == ["header", "open", "plan", "rows", "stream", "close"][: len(phases)]
     for before, after in itertools.pairwise(phases):
         assert before.ended == after.started
     assert (phases[0].started, phases[-1].ended) == (whole.started, whole.ended)
@@ -271,7 +276,7 @@ async def test_failed_load_has_a_trace(path: Path) -> None:
     assert whole.notes["error"] == str(raised.value)
     assert "report" not in whole.notes
     assert json.loads(whole.notes["plan"])["device"] == backend.capabilities.device
-    assert [phase.name for phase in written.phases] == ["header", "open", "plan", "stream"]
+    assert [phase.name for phase in written.phases] == ["header", "open", "plan", "rows", "stream"]
     (failed,) = (span for span in written.instants["load"] if span.name == "failed")
     assert failed.started == whole.ended
     moved = {span.notes["range"] for _, spans in written.tracks("release") for span in spans}
@@ -297,6 +302,87 @@ async def test_cancelled_load_has_a_trace(path: Path, last: type[Event]) -> None
     assert written.phases[-1].name == "stream"
     assert "cancelled" in {span.name for span in written.instants["load"]}
     check_tracks(written)
+
+
+@pytest.mark.asyncio
+async def test_waiting_for_memory_is_a_phase(path: Path, tmp_path: Path) -> None:
+    twin = Path(shutil.copy(path, tmp_path / "twin.gguf"))
+    with SimulatedBackend("tiny") as backend:
+        backend._facts = dataclasses.replace(backend._facts, budget_bytes=2 << 20)  # for one model and a half
+        async with ggufstream.Loader() as loader:
+            model = await loader.submit(path, backend=backend)
+            waiting = anyio.Event()
+            job = loader.submit(twin, backend=backend, sinks=[lambda e: isinstance(e, LoadWaiting) and waiting.set()])
+            await waiting.wait()
+            freeing = time.perf_counter()
+            await model.aclose()
+            async with await job:
+                await job.write_trace(tmp_path / "load.pftrace")
+            assert job.load is not None
+            (waited,) = (phase for phase in job.load.timeline.phases if phase.name == "waiting")
+            assert waited.started <= freeing <= waited.ended
+    names = [span.name for span in Written((tmp_path / "load.pftrace").read_bytes()).phases]
+    assert names == ["header", "open", "waiting", "header", "open", "plan", "rows", "stream", "close"]
+
+
+def test_phases_are_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step of a load that has waited once, by a clock that only the test moves."""
+    timeline, now = Timeline(), 100.0
+    monkeypatch.setattr("ggufstream.timeline.time.perf_counter", lambda: now)
+    header = HeaderRead(load_id="a", file="a.gguf", shards=1, tensors=1, tensor_bytes=1, seconds=0.5, warnings=())
+    planned = Planned(
+        load_id="a",
+        backend="cpu",
+        device="host memory",
+        upload="direct",
+        io="mmap",
+        io_reason="cached",
+        ranges=1,
+        bytes_total=1,
+        arenas={},
+        fallbacks=(),
+        open_seconds=1.0,
+        seconds=0.25,
+        rows_seconds=2.0,
+        plan=NoPlan(),
+    )
+    for now, event in (  # noqa: B007 - it is the clock
+        (100.0, LoadStarted(load_id="a", file="a.gguf")),
+        (101.0, header),
+        (102.0, LoadWaiting(load_id="a", reason="no room", held_by=("b",))),
+        (110.0, header),
+        (114.0, planned),
+        (120.0, LoadFinished(load_id="a", report={"seconds": {"stream": 5.0}})),
+    ):
+        timeline(event)
+    assert timeline.phases == [
+        ("header", 100.0, 101.0),
+        ("open", 101.0, 102.0),
+        ("waiting", 102.0, 109.5),
+        ("header", 109.5, 110.0),
+        ("open", 110.0, 111.0),
+        ("plan", 111.0, 112.0),
+        ("rows", 112.0, 114.0),
+        ("stream", 114.0, 119.0),
+        ("close", 119.0, 120.0),
+    ]
+
+
+class NoPlan:
+    def to_dict(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.asyncio
+async def test_late_sink_has_no_phase_that_ends_before_it_begins(path: Path) -> None:
+    """It is told at once what happened before, when it is too late to say when."""
+    timeline = Timeline()
+    async with ggufstream.Loader() as loader, await loader.submit(path, backend="cpu"):
+        async with await loader.submit(path, backend="cpu", sinks=[timeline]):
+            pass
+    assert [phase.name for phase in timeline.phases] == ["header", "open", "plan", "rows", "stream", "close"]
+    for before, after in itertools.pairwise(timeline.phases):
+        assert before.started <= before.ended == after.started
 
 
 def test_load_that_has_not_begun_has_an_empty_trace() -> None:
