@@ -11,12 +11,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ggufstream.trace_file import COUNTERS, THROUGHPUT, Slice, Trace, lanes
+from ggufstream.trace_file import COUNTERS, STAGES, THROUGHPUT, Slice, Trace, lanes
 from ggufstream.units import human_bytes, human_rate, human_seconds
 
-__all__ = ["STAGES", "WIDTH", "Area", "Lane", "Mark", "Scale", "areas", "lane_groups"]
+__all__ = ["WIDTH", "Area", "Lane", "Mark", "Scale", "areas", "lane_groups"]
 
-STAGES = ("read", "repack", "upload", "release")
 WIDTH = 4000
 _PIXEL = 3
 """Units that are about a pixel in a wide window: the least that is drawn."""

@@ -19,10 +19,10 @@ import aiofiles
 
 from ggufstream.errors import MissingPackageError, printable
 from ggufstream.facts import Fact, backend_and_device, by_reason, first_few, report_facts
-from ggufstream.report_chart import STAGES, WIDTH, Area, Lane, Scale, areas, lane_groups
+from ggufstream.report_chart import WIDTH, Area, Lane, Scale, areas, lane_groups
 from ggufstream.threads import in_thread
 from ggufstream.timeline import PHASES
-from ggufstream.trace_file import Slice, Trace, read_trace
+from ggufstream.trace_file import STAGES, Slice, Trace, read_trace
 from ggufstream.units import human_bytes, human_rate, human_seconds
 
 __all__ = ["render_page", "write_page"]
@@ -172,7 +172,7 @@ def _usage(trace: Trace, phases: Sequence[Slice], report: Mapping[str, Any] | No
     threads = sum(name.startswith("worker ") for name in trace.tracks)
     return _Usage(
         seconds=max(streamed, default=0.0) or trace.ended or 1e-9,
-        workers=report["workers"] if report else max(1, threads),
+        workers=max(1, report["workers"] if report else threads),
         nbytes=sum(sizes.values()),
         ranges=len(sizes),
         stages=stages,

@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import aiofiles
 
@@ -31,9 +31,22 @@ from ggufstream.errors import MalformedFileError, MissingFileError, MissingPacka
 from ggufstream.events import RangeMoved
 from ggufstream.tensor_table import plan_table
 from ggufstream.threads import in_thread
-from ggufstream.timeline import Timeline
+from ggufstream.timeline import PHASES, Timeline
+from ggufstream.trace_contents import About, InstantNotes, RangeNotes, conforms
 
-__all__ = ["COUNTERS", "Slice", "Trace", "decode", "encode", "lanes", "read_trace", "throughput", "write_trace"]
+__all__ = [
+    "COUNTERS",
+    "STAGES",
+    "THROUGHPUT",
+    "Slice",
+    "Trace",
+    "decode",
+    "encode",
+    "lanes",
+    "read_trace",
+    "throughput",
+    "write_trace",
+]
 
 _T = TypeVar("_T")
 
@@ -57,6 +70,8 @@ COUNTERS = {
 }
 """Counters by name: their field in ``Sampled``, and its unit."""
 THROUGHPUT = "throughput"
+STAGES = ("read", "repack", "upload", "release")
+"""What slices of ranges are named, in the order in which a range passes through."""
 
 
 class Slice(NamedTuple):
@@ -72,8 +87,7 @@ class Slice(NamedTuple):
 class Trace:
     """What a trace file says of one load. Times are seconds since the load began."""
 
-    about: Mapping[str, Any]
-    """``outcome``, ``load_id``, ``file``; where known ``plan``, ``report``, ``error``, ``error_type``."""
+    about: About
     ended: float
     tracks: dict[str, list[list[Slice]]] = field(default_factory=dict)
     """Slices by the name of their track, in order; the phases are in ``load``, with instants, which take no time. Tracks
@@ -330,7 +344,7 @@ def decode(data: bytes, *, file: str | os.PathLike[str]) -> Trace:
 
     Raises:
         MissingPackageError: The package ``perfetto`` is not installed.
-        MalformedFileError: It is no trace of a load; the message names ``file``.
+        MalformedFileError: It is no trace of a load, or lacks what a reader needs; the message names ``file``.
     """
     messages = _perfetto()
     from google.protobuf.message import DecodeError
@@ -341,7 +355,7 @@ def decode(data: bytes, *, file: str | os.PathLike[str]) -> Trace:
         packets = []
     try:
         return _read(packets, messages)
-    except (LookupError, ValueError):
+    except (LookupError, RecursionError, ValueError):
         raise MalformedFileError(
             "holds no trace of a load", file=file, remedy="Write one with: ggufstream load MODEL --trace FILE"
         ) from None
@@ -369,17 +383,26 @@ def _read(packets: Iterable[Any], messages: Any) -> Trace:
     (load,) = (uuid for uuid, descriptor in descriptors.items() if descriptor.name == "load")
     whole, origin, end = slices[load].pop()  # ends last
     about = _notes_of(whole)
-    if about["version"] != VERSION:
-        raise ValueError("of another version")
-    result = Trace(about=about, ended=(end - origin) / _NANO)
+    _check(conforms(about, About) and about["version"] == VERSION)
+    result = Trace(about=cast("About", about), ended=(end - origin) / _NANO)
     for uuid, found in slices.items():
         made = [Slice(e.name, (a - origin) / _NANO, (b - origin) / _NANO, _notes_of(e)) for e, a, b in found]
+        for step in made:
+            _check(conforms(step.notes, InstantNotes if uuid == load else RangeNotes))
+            _check(uuid == load or step.name in STAGES)
         result.tracks.setdefault(descriptors[uuid].name, []).append(made)
+    _check(any(step.name in PHASES for step in result.tracks["load"][0]))
     for uuid, values in points.items():
         counter = descriptors[uuid].counter
         scale = _NANO if counter.unit == messages.CounterDescriptor.Unit.UNIT_TIME_NS else 1
+        _check(all(value >= 0 for _, value in values))
         result.counters[descriptors[uuid].name] = [((at - origin) / _NANO, value / scale) for at, value in values]
     return result
+
+
+def _check(holds: bool) -> None:
+    if not holds:
+        raise ValueError("not what a trace of this version has")
 
 
 def _notes_of(event: Any) -> dict[str, Any]:
