@@ -6,7 +6,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
@@ -39,6 +39,7 @@ from ggufstream.terminal import (
 if TYPE_CHECKING:
     from ggufstream.events import EventSink
     from ggufstream.gguf_file import FileIndex
+    from ggufstream.job import LoadJob
     from ggufstream.model import Model
 
 __all__ = ["commands", "describe_index", "run_verb"]
@@ -392,34 +393,42 @@ def _spare(source: str, path: str, flag: str) -> None:
 
 
 @asynccontextmanager
-async def _traced(path: str | None, file: str) -> AsyncIterator[list[EventSink]]:
-    """Sinks for a load of ``file``. What they have seen is written to ``path``, however the load ends."""
-    if path is None:
-        yield []
-        return
-    _spare(file, path, "--trace")
+async def _loaded(
+    file: str, options: LoadOptions, several: Sequence[str], *, trace: str | None, sink: EventSink
+) -> AsyncIterator[Model]:
+    """The model, open as long as the block lasts. What happened is written to ``trace``, however the load ends."""
+    from ggufstream.loader import Loader
+
+    if trace is not None:
+        from ggufstream.timeline import Timeline
+        from ggufstream.trace_file import write_trace
+
+        _spare(file, trace, "--trace")
+        # An empty one: that it cannot be written should not come out after minutes.
+        await _written(write_trace(Timeline(), trace))
+    job: LoadJob | None = None
+    try:
+        async with Loader(max_jobs=1, options=options) as loader:
+            job = loader.submit(file, devices=several, sinks=[sink])
+            async with await job as model:
+                yield model
+    except BaseException:
+        if trace is not None and job is not None:
+            with suppress(OutputError):  # what went wrong with the load says more
+                await _written(job.write_trace(trace))
+        raise
+    if trace is not None:
+        await _written(job.write_trace(trace))
+
+
+async def _written(writing: Awaitable[None]) -> None:
     import anyio
 
-    from ggufstream.timeline import Timeline
-    from ggufstream.trace_file import write_trace
-
-    timeline = Timeline()
-
-    async def write() -> None:
-        try:
-            with anyio.CancelScope(shield=True):
-                await write_trace(timeline, path)
-        except OSError as error:
-            raise OutputError(error) from None
-
-    await write()  # an empty one: that it cannot be written should not come out after minutes
     try:
-        yield [timeline]
-    except BaseException:
-        with suppress(OutputError):  # what went wrong with the load says more
-            await write()
-        raise
-    await write()
+        with anyio.CancelScope(shield=True):
+            await writing
+    except OSError as error:
+        raise OutputError(error) from None
 
 
 @commands.command(short_help="Load, print the report, free.")
@@ -429,14 +438,10 @@ async def _traced(path: str | None, file: str) -> AsyncIterator[list[EventSink]]
 def load(file: str, *, trace: str | None, as_json: bool, log_format: LogFormat, **given: Any) -> None:
     """Load FILE onto a device, print the report, and free everything."""
     options, several = _settle(log_format=log_format, **given)
-    from ggufstream.loader import load as load_model
 
     async def work() -> dict[str, Any]:
         with progress_bar(log_format) as bar:
-            async with (
-                _traced(trace, file) as sinks,
-                await load_model(file, devices=several, options=options, sinks=[bar, *sinks]) as model,
-            ):
+            async with _loaded(file, options, several, trace=trace, sink=bar) as model:
                 return model.report.to_dict()
 
     report = run_interruptible(work)
@@ -459,15 +464,11 @@ def verify(file: str, *, trace: str | None, as_json: bool, log_format: LogFormat
     decodes), its products with the reference, and rows of lookup tables, too. Exit code 5 if anything differs.
     """
     options, several = _settle(log_format=log_format, **given)
-    from ggufstream.loader import load as load_model
     from ggufstream.verification import verify as verify_model
 
     async def work() -> dict[str, Any]:
         with progress_bar(log_format) as bar:
-            async with (
-                _traced(trace, file) as sinks,
-                await load_model(file, devices=several, options=options, sinks=[bar, *sinks]) as model,
-            ):
+            async with _loaded(file, options, several, trace=trace, sink=bar) as model:
                 found = await verify_model(model, on_tensor=_comparing(model, bar))
                 report = model.report
             place = {"backend": report.backend, "device": report.device, "io": report.io, "upload": report.upload}
