@@ -65,6 +65,15 @@ class Arena(ABC):
             OutOfHostMemoryError: The same, where the host's memory is used.
         """
 
+    def statistics(self) -> dict[str, int]:
+        """Bytes that are planned, used by slices so far, and allocated; and chunks."""
+        return {
+            "planned_bytes": self.planned_bytes,
+            "used_bytes": self.used_bytes,
+            "allocated_bytes": self.allocated_bytes,
+            "chunks": len(self.chunks),
+        }
+
     def close(self) -> None:
         """Free all chunks. Nothing may be in flight into them. A second call does nothing."""
         while self.chunks:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
+from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Self
 from weakref import WeakSet
 
@@ -41,23 +43,27 @@ class EventReader:
     """
 
     def __init__(self, events: Sequence[Event]) -> None:
-        self._waiting: deque[Event] = deque(events)
+        self._waiting: OrderedDict[object, Event] = OrderedDict()
+        """By kind, where only the latest is kept, else by number."""
+        self._numbers = itertools.count()
         self._arrived = anyio.Event()
-        self._ended = False
+        self._is_complete = False
         self._dropped = 0
+        for event in events:
+            self.put(event)
 
     def put(self, event: Event) -> None:
-        """Never waits. What comes after the end of the job is ignored."""
+        """Never waits. What comes after an end of the job is ignored."""
+        if self._is_complete:
+            return
         if isinstance(event, (Progress, *_MILESTONES)):
-            for waiting in self._waiting:
-                if type(waiting) is type(event):
-                    self._waiting.remove(waiting)
-                    break
-            self._waiting.append(event)
+            self._waiting.pop(type(event), None)
+            self._waiting[type(event)] = event
         elif len(self._waiting) < _BACKLOG:
-            self._waiting.append(event)
+            self._waiting[next(self._numbers)] = event
         else:
             self._dropped += 1
+        self._is_complete = isinstance(event, _ENDS)
         self._arrived.set()
 
     def __aiter__(self) -> Self:
@@ -66,13 +72,12 @@ class EventReader:
     async def __anext__(self) -> Event:
         await anyio.lowlevel.checkpoint()
         while not self._waiting:
-            if self._ended:
+            if self._is_complete:
                 raise StopAsyncIteration
-            self._arrived = anyio.Event()
+            if self._arrived.is_set():
+                self._arrived = anyio.Event()
             await self._arrived.wait()
-        event = self._waiting.popleft()
-        self._ended = isinstance(event, _ENDS)
-        return event
+        return self._waiting.popitem(last=False)[1]
 
     def statistics(self) -> dict[str, int]:
         """Events that wait for this reader, and that were dropped because it was slow."""
@@ -94,14 +99,18 @@ class Broadcast:
         if isinstance(event, Progress):
             self._progress = event
         elif isinstance(event, _MILESTONES):
-            self._milestones.pop(type(event), None)
+            for kind in _ENDS if isinstance(event, _ENDS) else (type(event),):
+                self._milestones.pop(kind, None)
             self._milestones[type(event)] = event
         for sink in list(self._sinks):
             try:
                 sink(event)
-            except Exception as error:  # noqa: BLE001 - a sink is the caller's code, and only its own affair
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # noqa: BLE001 - a sink is the caller's code, and only its own affair
                 self._sinks.remove(sink)
-                self._log.sink_failed(event.load_id, sink, error)
+                with suppress(Exception):  # the log may be the one that fails
+                    self._log.sink_failed(event.load_id, sink, error)
         for reader in list(self._readers):
             reader.put(event)
 

@@ -147,7 +147,9 @@ def _fill(table: RowTable, ids: Ids, backend: Backend, target: Chunk) -> Generat
             table.gather(near, ids[first : first + step], target, first * row_bytes)
             yield
         return
-    view = target.view if backend.capabilities.direct else None
+    facts = backend.capabilities
+    # Decoding reads what it has written; memory on a card's own side is not to be read through its mapping.
+    view = target.view if facts.direct and facts.memory != "discrete" else None
     if view is not None:
         for first in starts:
             some = ids[first : first + step]

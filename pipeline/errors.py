@@ -204,7 +204,8 @@ class _OutOfMemoryError(DeviceError, MemoryError):
 class OutOfDeviceMemoryError(_OutOfMemoryError):
     """The device has too little memory; ``needed`` and ``available`` are bytes where known.
 
-    ``held_by`` names other loads of the same loader that hold memory there.
+    ``held_by`` names other loads of the same loader that hold memory there, ``memory`` which it is (as
+    ``Capabilities.memory_id``).
     """
 
     def __init__(
@@ -216,8 +217,10 @@ class OutOfDeviceMemoryError(_OutOfMemoryError):
         needed: int | None = None,
         available: int | None = None,
         held_by: tuple[str, ...] = (),
+        memory: str = "",
     ) -> None:
         self.held_by = held_by
+        self.memory = memory
         super().__init__(what, backend=backend, remedy=remedy, needed=needed, available=available)
 
 
@@ -274,7 +277,11 @@ class JobError(GGUFStreamError, RuntimeError):
 
 
 class JobCancelledError(JobError):
-    """The job was cancelled, by ``cancel`` or with its loader; everything was freed."""
+    """The job was cancelled, by ``cancel`` or with its loader; everything was freed. ``file`` is its path."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        super().__init__(f"the load of {printable(file)} was cancelled", remedy="Submit it again")
 
 
 class PlanViolationError(GGUFStreamError):

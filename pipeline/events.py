@@ -1,4 +1,4 @@
-"""What a load tells while it runs: frozen records, sent to sinks. Nothing in a load reads them back.
+"""What a load tells while it runs: frozen records, sent to sinks. No stage of a load reads them back; its jobs do.
 
 Bytes and seconds are plain numbers. ``load_id`` is the same in all events of one load.
 """
@@ -131,7 +131,7 @@ class TensorReady(Event):
 
 
 class StageTime(NamedTuple):
-    """When a range was in a stage; both ends on ``time.perf_counter``. ``worker`` names the thread, or the device."""
+    """When a range was in a stage; both ends on ``time.perf_counter``. ``worker`` names the thread; of an upload, the arena."""
 
     stage: Literal["read", "repack", "upload", "release"]
     worker: str

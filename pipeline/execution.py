@@ -20,6 +20,8 @@ from ggufstream.backends.registry import open_for
 from ggufstream.budget import ByteBudget
 from ggufstream.errors import (
     GGUFStreamError,
+    OptionError,
+    OutOfDeviceMemoryError,
     OutOfHostMemoryError,
     PlanViolationError,
     UnreadableFileError,
@@ -36,14 +38,15 @@ from ggufstream.pages import Residency, available_memory, cached_bytes, rss_byte
 from ggufstream.plan import ArenaPlan, LoadPlan, check_tables, make_plan
 from ggufstream.read import MappedSource, Source, choose_io, on_network, open_source
 from ggufstream.release import Releaser
-from ggufstream.report import ArenaReport, FallbackReport, LoadReport, PlacementReport
-from ggufstream.reservations import Promised, Reservation, Reservations
+from ggufstream.report import ArenaReport, FallbackReport, LoadReport, PlacementReport, RowsReport
+from ggufstream.reservations import Claim, Promised, Reservations
 from ggufstream.row_tables import RowTables
 from ggufstream.storage import Lease, Storage
 from ggufstream.stream import Stream, default_workers
 from ggufstream.threads import clean_up_in_thread, in_thread
+from ggufstream.timeline import Timeline
 
-__all__ = ["Execution"]
+__all__ = ["Execution", "typed_error"]
 
 _T = TypeVar("_T")
 
@@ -58,7 +61,9 @@ class Execution:
         devices: Backends by name, or open.
         budget: Staging memory, shared with other loads.
         reservations: Who was promised which memory.
+        claim: That of this load.
         emit: Receives every event.
+        timeline: Has received them; it goes into the report.
         freed: Is called when the memory of a load that has succeeded is freed.
     """
 
@@ -71,13 +76,17 @@ class Execution:
         devices: Sequence[str | Backend],
         budget: ByteBudget,
         reservations: Reservations,
+        claim: Claim,
         emit: Callable[[Event], None],
+        timeline: Timeline,
         freed: Callable[[], None],
     ) -> None:
         self.index: FileIndex | None = None
         """Once the header is read."""
         self.storage: Storage | None = None
         """Once everything is decided, before the first byte moves."""
+        self.plain_report: dict[str, Any] = {}
+        """The report as plain data, at the end; of many tensors that takes a while, and is done in a thread."""
         self.lease: Lease | None = None
         """Keeps the storage while the load runs; the caller's when it has succeeded."""
         self._load_id = load_id
@@ -86,8 +95,9 @@ class Execution:
         self._devices = devices
         self._budget = budget
         self._reservations = reservations
-        self._reservation: Reservation | None = None
+        self._claim = claim
         self._emit = emit
+        self._timeline = timeline
         self._freed = freed
         self._backend_reasons: list[str] = []
         self._seconds: dict[str, float] = {}
@@ -108,47 +118,28 @@ class Execution:
             return await self._run()
         except BaseException as error:
             await self._undo()
-            typed = self._typed(error)
+            typed = typed_error(error, self._path)
             if isinstance(typed, GGUFStreamError) and not isinstance(typed, PlanViolationError):
                 # Frames of the failed load refer to slabs and mappings: a kept exception must not keep those.
                 raise typed.with_traceback(None) from None
             raise
 
     async def _undo(self) -> None:
-        if self.storage is not None:
-            await self.storage.revoke()
-        await clean_up_in_thread(self._give_back)
-        if self._reservation is not None:
-            self._reservation.close()
+        try:
+            if self.storage is not None:
+                await self.storage.revoke()
+        finally:
+            await clean_up_in_thread(self._give_back)
+            if self.storage is None or self.storage.is_freed:
+                self._reservations.release(self._claim)
 
     def _closed(self) -> None:
-        assert self._reservation is not None
-        self._reservation.close()
+        self._reservations.release(self._claim)
         self._freed()
 
     def _give_back(self) -> None:
         with self._owned, self._transient:
             pass
-
-    def _typed(self, error: BaseException) -> BaseException:
-        """A typed error for what the system may answer to any call at all, such as having no descriptor left."""
-        if isinstance(error, GGUFStreamError | anyio.get_cancelled_exc_class()):
-            return error
-        if isinstance(error, OSError):
-            return UnreadableFileError(
-                f"the system refused a call ({error.strerror or error})",
-                file=self._path,
-                errno=error.errno,
-                remedy="See the limits of this process (ulimit -a) and the system log",
-            )
-        # Python has no type of its own for a thread that could not get its stack.
-        if isinstance(error, MemoryError) or (type(error) is RuntimeError and "start new thread" in str(error)):
-            return OutOfHostMemoryError(
-                f"no host memory to load {self._path}",
-                backend="host",
-                remedy="Free memory, or lower the staging budget",
-            )
-        return error
 
     async def _run(self) -> LoadReport:
         started = time.perf_counter()
@@ -166,9 +157,9 @@ class Execution:
             )
         )
         backends = await self._timed("open", in_thread(self._open_backends))
-        load_plan, reservation = await self._timed("plan", self._promised_plan(index, backends))
+        load_plan = await self._timed("plan", self._promised_plan(index, backends))
         sources = await in_thread(partial(self._open_sources, index, load_plan))
-        arenas = reservation.arenas = self._arenas(load_plan, backends, sources)
+        arenas = self._claim.arenas = self._arenas(load_plan, backends, sources)
         residency = [self._residency[shard.path] for shard in index.shards]
         releaser = self._releaser = Releaser(load_plan, sources, residency, self._options.page_cache)
         descriptors = await in_thread(partial(self._keep_descriptors, load_plan, sources))
@@ -202,7 +193,8 @@ class Execution:
         )
         await self._timed("stream", stream.run())
         _check_used(arenas)
-        for table in await in_thread(tables.report):
+        opened = await in_thread(tables.report)
+        for table in opened:
             self._emit(
                 TableOpened(load_id=self._load_id, tensor=table.tensor, strategy=table.strategy, reason=table.reason)
             )
@@ -211,7 +203,7 @@ class Execution:
         rss_after = await in_thread(rss_bytes)
         rss = {"before": rss_before, "peak": max(stream.rss_peak, rss_before, rss_after), "after": rss_after}
         self._seconds["total"] = time.perf_counter() - started
-        return await in_thread(
+        report: LoadReport = await in_thread(
             partial(
                 self._report,
                 index=index,
@@ -220,12 +212,15 @@ class Execution:
                 arenas=arenas,
                 stream=stream,
                 releaser=releaser,
-                tables=tables,
+                opened=opened,
                 rss=rss,
                 page_cache_bytes={"before": sum(seen.cached_bytes for seen in residency), "after": cached_after},
                 first_layer=None if stream.first_layer_at is None else stream.first_layer_at - started,
             )
         )
+        self.plain_report = await in_thread(report.to_dict)
+        self._reservations.loaded(self._claim)
+        return report
 
     def _report(
         self,
@@ -236,7 +231,7 @@ class Execution:
         arenas: Mapping[str, Arena],
         stream: Stream,
         releaser: Releaser,
-        tables: RowTables,
+        opened: tuple[RowsReport, ...],
         rss: dict[str, int],
         page_cache_bytes: dict[str, int | None],
         first_layer: float | None,
@@ -268,21 +263,13 @@ class Execution:
             page_cache_bytes=page_cache_bytes,
             released_bytes=releaser.released_bytes,
             event_loop_lag_ms=stream.probe.milliseconds(),
-            arenas=tuple(
-                ArenaReport(
-                    name=arena.name,
-                    planned_bytes=arena.planned_bytes,
-                    used_bytes=arena.used_bytes,
-                    allocated_bytes=arena.allocated_bytes,
-                    chunks=len(arena.chunks),
-                )
-                for arena in arenas.values()
-            ),
+            arenas=tuple(ArenaReport(name=arena.name, **arena.statistics()) for arena in arenas.values()),
             placements=_totals(load_plan, [str(placement) for placement in Placement], lambda e: str(e.placement)),
             layouts=_totals(load_plan, [], lambda e: e.layout.name),
             fallbacks=tuple(FallbackReport(tensor=tensor, reason=reason) for tensor, reason in load_plan.fallbacks),
             warnings=index.warnings + load_plan.warnings,
-            rows=tables.report(),
+            rows=opened,
+            timeline=self._timeline,
         )
 
     async def _timed(self, name: str, work: Awaitable[_T]) -> _T:
@@ -300,6 +287,7 @@ class Execution:
         for device in self._devices:
             if isinstance(device, Backend):
                 backend, reason = device, "given"
+                self._check_upload(backend)
             else:
                 backend, reason = open_for(self._options.replace(backend=device))
                 self._owned.enter_context(backend)
@@ -307,19 +295,31 @@ class Execution:
             self._backend_reasons.append(reason)
         return backends
 
-    async def _promised_plan(self, index: FileIndex, backends: Sequence[Backend]) -> tuple[LoadPlan, Reservation]:
+    def _check_upload(self, backend: Backend) -> None:
+        facts, upload = backend.capabilities, self._options.upload
+        way = "direct" if facts.direct else "staged"
+        if upload not in {"auto", "alias", way}:
+            raise OptionError(
+                f"upload={upload} is asked for, but the open backend {facts.backend} was opened for {way} uploads",
+                remedy="Open the backend with it, or give the backend's name",
+            )
+
+    async def _promised_plan(self, index: FileIndex, backends: Sequence[Backend]) -> LoadPlan:
         """The plan, and its memory reserved; one load at a time, so that no two are promised the same bytes."""
         async with self._reservations.planning:
-            promised = self._reservations.promised(backends)
-            load_plan, host_bytes = await in_thread(partial(self._plan, index, backends, promised))
-            reservation = self._reservation = self._reservations.reserve(
-                load_plan,
-                holder=f"{self._path} (load {self._load_id})",
-                backends=backends,
-                host_bytes=host_bytes,
-                promised=promised,
-            )
-        return load_plan, reservation
+            while True:
+                promised = self._reservations.promised(backends)
+                load_plan, host_bytes = await in_thread(partial(self._plan, index, backends, promised))
+                try:
+                    self._reservations.reserve(
+                        self._claim, load_plan, backends=backends, host_bytes=host_bytes, promised=promised
+                    )
+                except OutOfDeviceMemoryError:
+                    if self._reservations.promised(backends) == promised:
+                        raise
+                    # Meanwhile others have allocated what they were promised, and it was counted twice.
+                else:
+                    return load_plan
 
     def _plan(self, index: FileIndex, backends: Sequence[Backend], promised: Promised) -> tuple[LoadPlan, int | None]:
         remote = {i for i, shard in enumerate(index.shards) if on_network(shard)}
@@ -447,6 +447,27 @@ class Execution:
         )
         self._owned.callback(tables.close)
         return tables
+
+
+def typed_error(error: BaseException, path: str) -> BaseException:
+    """A typed error for what the system may answer to any call at all, such as having no descriptor left."""
+    if isinstance(error, GGUFStreamError | anyio.get_cancelled_exc_class()):
+        return error
+    if isinstance(error, OSError):
+        return UnreadableFileError(
+            f"the system refused a call ({error.strerror or error})",
+            file=path,
+            errno=error.errno,
+            remedy="See the limits of this process (ulimit -a) and the system log",
+        )
+    # Python has no type of its own for a thread that could not get its stack.
+    if isinstance(error, MemoryError) or (type(error) is RuntimeError and "start new thread" in str(error)):
+        return OutOfHostMemoryError(
+            f"no host memory to load {path}",
+            backend="host",
+            remedy="Free memory, or lower the staging budget",
+        )
+    return error
 
 
 def _check_used(arenas: Mapping[str, Arena]) -> None:

@@ -312,6 +312,15 @@ def _shard_paths(path: str, header: Header) -> tuple[str, ...]:
     return tuple(f"{match['stem']}-{k:05d}-of-{count:05d}.gguf" for k in range(1, count + 1))
 
 
+def split_paths(path: str) -> tuple[str, ...]:
+    """The paths of all shards by the name of one alone, the path itself where it is not named like a shard. Pure."""
+    match = _SHARD_NAME.fullmatch(path)
+    if match is None:
+        return (path,)
+    count = int(match["count"])
+    return tuple(f"{match['stem']}-{k:05d}-of-{count:05d}.gguf" for k in range(1, count + 1)) or (path,)
+
+
 def _ordinal(number: int | None) -> str:
     return "?" if number is None else str(number + 1)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import anyio
 
 from ggufstream.backends.base import Backend
 from ggufstream.broadcast import Broadcast, EventReader
-from ggufstream.errors import GGUFStreamError, JobCancelledError, JobError, OptionError, printable
+from ggufstream.errors import GGUFStreamError, JobCancelledError, JobError, OptionError, OutOfDeviceMemoryError
 from ggufstream.events import (
     Event,
     EventSink,
@@ -62,7 +62,7 @@ class SharedLoad:
         *,
         load_id: str,
         path: str,
-        identity: FileIdentity | None,
+        identity: tuple[FileIdentity, ...] | None,
         options: LoadOptions,
         devices: Sequence[str | Backend],
         log: StructlogSink,
@@ -70,7 +70,7 @@ class SharedLoad:
         self.load_id = load_id
         self.path = path
         self.identity = identity
-        """Of the file at ``path`` when the first job came; ``None`` where there was none."""
+        """Of the files at ``path`` when the first job came; ``None`` where one was missing."""
         self.options = options
         self.devices = list(devices)
         self.jobs: list[LoadJob] = []
@@ -79,6 +79,8 @@ class SharedLoad:
         self.ended = anyio.Event()
         """Everything is loaded, or everything is freed."""
         self.has_failed = False
+        self.lack: OutOfDeviceMemoryError | None = None
+        """Why it waits for memory, or has waited."""
         self.execution: Execution | None = None
         self.report: LoadReport | None = None
         self.arrived: set[str] = set()
@@ -102,7 +104,9 @@ class SharedLoad:
         """It will have a model, or has one that somebody holds."""
         if self.ended.is_set():
             return not self.has_failed and self.storage is not None and self.storage.is_open
-        return not self.has_failed and not self.scope.cancel_called
+        # A load that fails waits for calls with early weights before it says so.
+        is_revoked = self.storage is not None and not self.storage.is_open
+        return not self.has_failed and not self.scope.cancel_called and not is_revoked
 
     def is_unchanged(self) -> bool:
         """The files are still those whose headers were read. Blocks."""
@@ -135,12 +139,24 @@ class SharedLoad:
         for job in self.jobs:
             job.lease = self.storage.lease()
 
+    def wants_to_wait(self, error: OutOfDeviceMemoryError) -> bool:
+        """There is no memory beside other loads. Jobs that will not wait end; whether there are others."""
+        self.lack = error
+        for job in tuple(self.jobs):
+            if not job.wait:
+                self.jobs.remove(job)
+                job.fail(error)
+        return bool(self.jobs)
+
     def add(self, job: LoadJob) -> None:
         """One more job wants this load. It is told what has happened so far."""
+        job.load = self
+        if self.lack is not None and self.progress.stage == "waiting" and not job.wait:
+            job.fail(self.lack)
+            return
         self.jobs.append(job)
         if self.storage is not None:
             job.lease = self.storage.lease()
-        job.load = self
         for event in self._broadcast.past:
             job.tell(event)
         if self.ended.is_set():
@@ -148,24 +164,32 @@ class SharedLoad:
 
     async def conclude(self, failure: Exception | None) -> None:
         """The load is over: everything is loaded, or everything is freed. Jobs learn of it when that is so."""
+        try:
+            await self._conclude(failure)
+        except BaseException as error:
+            failure = error if isinstance(error, Exception) else JobCancelledError(self.path)
+            raise
+        finally:  # whatever happens, nobody waits for ever
+            self.has_failed |= failure is not None
+            for job in tuple(self.jobs):
+                job.end(failure)
+            self.ended.set()
+
+    async def _conclude(self, failure: Exception | None) -> None:
         lease = None if self.execution is None else self.execution.lease
         if failure is None and self.jobs:
-            assert self.report is not None
+            assert self.execution is not None
             assert lease is not None
             lease.leave()
-            self.report = replace(self.report, timeline=self.timeline)
-            self.emit(LoadFinished(load_id=self.load_id, report=self.report.to_dict()))
+            self.emit(LoadFinished(load_id=self.load_id, report=self.execution.plain_report))
+            return
+        self.has_failed = True
+        if lease is not None:
+            await lease.aclose()  # it was cancelled after the last byte
+        if failure is None or isinstance(failure, JobCancelledError):
+            self.emit(LoadCancelled(load_id=self.load_id))
         else:
-            self.has_failed = True
-            if lease is not None:
-                await lease.aclose()  # it was cancelled after the last byte
-            if failure is None or isinstance(failure, JobCancelledError):
-                self.emit(LoadCancelled(load_id=self.load_id))
-            else:
-                self.emit(LoadFailed(load_id=self.load_id, error=failure))
-        for job in tuple(self.jobs):
-            job.end(failure)
-        self.ended.set()
+            self.emit(LoadFailed(load_id=self.load_id, error=failure))
 
 
 class LoadJob:
@@ -176,15 +200,26 @@ class LoadJob:
     """
 
     def __init__(
-        self, *, job_id: str, path: str, priority: int, sinks: Sequence[EventSink], log: StructlogSink
+        self,
+        *,
+        job_id: str,
+        path: str,
+        priority: int,
+        wait: bool,
+        sinks: Sequence[EventSink],
+        log: StructlogSink,
+        over: Callable[[LoadJob], object],
     ) -> None:
         self.id = job_id
         self.path = path
         self.priority = priority
+        self.wait = wait
         self.load: SharedLoad | None = None
         """The load that it shares with other jobs for the same file and options, once that is known."""
         self.lease: Lease | None = None
         self._broadcast = Broadcast(sinks, log)
+        self._over = over
+        """Is called when the job holds nothing any more: it failed, was cancelled, or has handed out its model."""
         self._decided = anyio.Event()
         self._ended = anyio.Event()
         self._error: Exception | None = None
@@ -201,7 +236,9 @@ class LoadJob:
     def progress(self) -> Progress:
         """Bytes and tensors on the device, rate, estimated time left, and stage."""
         progress = _queued(self.id) if self.load is None else self.load.progress
-        return replace(progress, stage="cancelled") if self._cancelling is not None else progress
+        if self._error is not None:  # its own, while the load may go on for others
+            return replace(progress, stage="cancelled" if isinstance(self._error, JobCancelledError) else "failed")
+        return progress
 
     @property
     def index(self) -> FileIndex | None:
@@ -212,11 +249,6 @@ class LoadJob:
     def plan(self) -> LoadPlan | None:
         """What goes where, once it is decided."""
         return None if self.load is None or self.load.storage is None else self.load.storage.plan
-
-    @property
-    def is_over(self) -> bool:
-        """It has failed, was cancelled, or has handed out its model: it holds nothing."""
-        return self._is_taken or self._error is not None
 
     def events(self) -> EventReader:
         """Events for ``async for``, from the milestones so far to the end. A slow reader stops nobody."""
@@ -293,8 +325,7 @@ class LoadJob:
         if self._is_taken:
             return False
         if self._error is None and self._cancelling is None:
-            what = f"the load of {printable(self.path)} was cancelled"
-            self._cancelling = JobCancelledError(what, remedy="Submit it again")
+            self._cancelling = JobCancelledError(self.path)
             if self._ended.is_set():
                 self._ended = anyio.Event()  # whoever was told of a model in this very turn waits on
             await uninterrupted(self._leave(self._cancelling))
@@ -312,8 +343,7 @@ class LoadJob:
                 await self.lease.aclose()
             if not load.jobs:
                 await load.ended.wait()
-        self._broadcast(LoadCancelled(load_id=self.load_id))
-        self.end(error)
+        self.fail(error)
 
     @property
     def is_cancelled(self) -> bool:
@@ -331,9 +361,20 @@ class LoadJob:
             self._decided.set()
         self._broadcast(event)
 
+    def fail(self, error: Exception) -> None:
+        """The job ends with an error of its own; its load, if there is one, goes on for others."""
+        self.tell(
+            LoadCancelled(load_id=self.load_id)
+            if isinstance(error, JobCancelledError)
+            else LoadFailed(load_id=self.load_id, error=error)
+        )
+        self.end(error)
+
     def end(self, error: Exception | None) -> None:
         """Everything is loaded, or everything is freed: nobody waits any longer."""
         self._error = error
+        if error is not None:
+            self._over(self)
         for waits in self._waits.values():
             for wait in waits:
                 wait.over.set()
@@ -353,6 +394,7 @@ class LoadJob:
         assert self.load is not None
         assert self.load.report is not None
         self._is_taken = True
+        self._over(self)
         return Model(lease, self.load.report)
 
     async def write_trace(self, path: str | os.PathLike[str]) -> None:
@@ -360,7 +402,7 @@ class LoadJob:
 
         Raises:
             MissingPackageError: Its packages are not installed.
-            UnreadableFileError: The file cannot be written.
+            OSError: The file cannot be written.
         """
         await write_trace(Timeline() if self.load is None else self.load.timeline, path)
 

@@ -11,7 +11,7 @@ from functools import partial
 from importlib import import_module
 from inspect import iscoroutinefunction
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, Unpack
 
 import anyio
 from anyio.abc import TaskGroup
@@ -22,7 +22,6 @@ from ggufstream.errors import (
     JobCancelledError,
     OptionError,
     OutOfDeviceMemoryError,
-    printable,
 )
 from ggufstream.events import EventSink, LoadStarted, LoadWaiting
 from ggufstream.options import LoadChanges, LoadOptions
@@ -35,8 +34,10 @@ if TYPE_CHECKING:
     from ggufstream.gguf_file import FileIdentity
     from ggufstream.job import LoadJob, SharedLoad
     from ggufstream.model import Model
-    from ggufstream.reservations import Reservations
+    from ggufstream.reservations import Claim, Reservations
     from ggufstream.sinks import StructlogSink
+
+    Identity: TypeAlias = tuple[FileIdentity, ...]
 
 __all__ = ["Loader", "load"]
 
@@ -114,7 +115,8 @@ class Loader:
         self._numbers = itertools.count()
         """Of jobs, in the order of their submission."""
         self._loads: list[SharedLoad] = []
-        self._jobs: list[LoadJob] = []
+        self._jobs: dict[LoadJob, None] = {}
+        """Those that hold something, or will: a set in the order of submission."""
         self._tasks: TaskGroup | None = None
         self._is_closed = False
         self._reservations: Reservations | None = None
@@ -151,7 +153,6 @@ class Loader:
     @property
     def jobs(self) -> tuple[LoadJob, ...]:
         """Jobs that have not ended, or whose model nobody has taken yet."""
-        self._jobs = [job for job in self._jobs if not job.is_over]
         return tuple(self._jobs)
 
     def submit(
@@ -186,30 +187,44 @@ class Loader:
 
         if "staging_bytes" in changes:
             raise OptionError("staging_bytes is the loader's, shared by its jobs", remedy="Give it to Loader")
+        rank: object = priority
+        if not isinstance(rank, int):
+            raise OptionError(f"priority={priority!r} is not a whole number")
         chosen = (options if options is not None else self._options).replace(**changes)
         given = _checked_devices(chosen, backend, devices, changed=changes.keys())
         for sink in sinks:
             if iscoroutinefunction(sink) or not callable(sink):
                 raise OptionError(f"{sink!r} cannot be a sink", remedy="Give a plain function of one event")
         job = LoadJob(
-            job_id=uuid.uuid4().hex[:12], path=checked_path(path), priority=priority, sinks=sinks, log=self._log
+            job_id=uuid.uuid4().hex[:12],
+            path=checked_path(path),
+            priority=priority,
+            wait=wait,
+            sinks=sinks,
+            log=self._log,
+            over=lambda job: self._jobs.pop(job, None),
         )
-        self._jobs.append(job)
-        self._tasks.start_soon(partial(self._admit, job, chosen, given, number=next(self._numbers), wait=wait))
+        # Equal loads have equal options: the backends are named by ``given``, and the budget is the loader's.
+        chosen = chosen.replace(backend="auto", staging_bytes=self._budget.total_bytes)
+        self._jobs[job] = None
+        self._tasks.start_soon(partial(self._admit, job, chosen, given, next(self._numbers)))
         return job
 
-    async def _admit(
-        self, job: LoadJob, options: LoadOptions, devices: Sequence[str | Backend], *, number: int, wait: bool
-    ) -> None:
+    async def _admit(self, job: LoadJob, options: LoadOptions, devices: Sequence[str | Backend], number: int) -> None:
         """Join a load of the same file, or run a new one."""
+        from ggufstream.execution import typed_error
         from ggufstream.job import SharedLoad
 
         assert self._log is not None
         try:
             identity = await in_thread(partial(_identity, job.path))
             shared = await self._same(identity, options, devices)
+        except Exception as error:  # noqa: BLE001 - the affair of those who wait for this job
+            typed = typed_error(error, job.path)
+            job.fail(typed if isinstance(typed, Exception) else error)
+            return
         except BaseException:
-            job.end(_cancelled(job.path))
+            job.fail(JobCancelledError(job.path))
             raise
         if job.is_cancelled:
             return
@@ -221,69 +236,90 @@ class Loader:
         )
         shared.add(job)
         self._loads.append(shared)
-        await self._run(shared, number=number, wait=wait)
+        await self._run(shared, number)
 
     async def _same(
-        self, identity: FileIdentity | None, options: LoadOptions, devices: Sequence[str | Backend]
+        self, identity: Identity | None, options: LoadOptions, devices: Sequence[str | Backend]
     ) -> SharedLoad | None:
-        """A load of the same file, unchanged since, that runs or whose model is in use."""
-        for shared in tuple(self._loads):
-            if (
-                identity is not None
-                and (shared.identity, shared.options, shared.devices) == (identity, options, list(devices))
-                and shared.can_be_joined
-                and await in_thread(shared.is_unchanged)
-                and shared.can_be_joined  # still
-            ):
+        """A load of the same files, unchanged since, that runs or whose model is in use."""
+        stale: list[SharedLoad] = []
+        while identity is not None:
+            wanted = (identity, options, list(devices))
+            shared = next(
+                (
+                    shared
+                    for shared in self._loads
+                    if shared.can_be_joined
+                    and shared not in stale
+                    and (shared.identity, shared.options, shared.devices) == wanted
+                ),
+                None,
+            )
+            # No await between finding none and returning, or two jobs would each begin a load.
+            if shared is None:
+                return None
+            if await in_thread(shared.is_unchanged) and shared.can_be_joined:
                 return shared
+            stale.append(shared)
         return None
 
     def _forget(self, shared: SharedLoad) -> None:
         if shared in self._loads:
             self._loads.remove(shared)
 
-    async def _run(self, shared: SharedLoad, *, number: int, wait: bool) -> None:
+    async def _run(self, shared: SharedLoad, number: int) -> None:
         """Carry a load out. How it ends is told to its jobs, and to nobody else."""
-        failure: Exception | None = _cancelled(shared.path)
+        failure: Exception | None = JobCancelledError(shared.path)
         try:
             with shared.scope:
-                failure = await self._failure(shared, number=number, wait=wait)
+                failure = await self._failure(shared, number)
         finally:
             await uninterrupted(shared.conclude(failure))
             if not shared.can_be_joined:
                 self._forget(shared)
 
-    async def _failure(self, shared: SharedLoad, *, number: int, wait: bool) -> Exception | None:
+    async def _failure(self, shared: SharedLoad, number: int) -> Exception | None:
         """Load when it is this one's turn; the error, or ``None`` if there is none."""
-        from ggufstream.execution import Execution
+        from ggufstream.reservations import Claim
 
         assert self._reservations is not None
-        while True:
-            freed = self._reservations.freed
-            async with self._slots.taken(shared, number):
-                if shared.execution is None:  # its first turn
-                    shared.emit(LoadStarted(load_id=shared.load_id, file=shared.path))
-                shared.execution = Execution(
-                    load_id=shared.load_id,
-                    path=shared.path,
-                    options=shared.options,
-                    devices=shared.devices,
-                    budget=self._budget,
-                    reservations=self._reservations,
-                    emit=shared.emit,
-                    freed=partial(self._forget, shared),
-                )
-                try:
-                    shared.report = await shared.execution.run()
-                    return None
-                except OutOfDeviceMemoryError as error:
-                    if not error.held_by or not wait:
-                        return error
-                    reason, held_by = str(error), error.held_by
-                except Exception as error:  # noqa: BLE001 - the affair of those who wait for this load
-                    return error
-            shared.emit(LoadWaiting(load_id=shared.load_id, reason=reason, held_by=held_by))
-            await freed.wait()
+        claim = Claim(f"{shared.path} (load {shared.load_id})", lambda: (-shared.priority, number))
+        try:
+            while True:
+                changed = self._reservations.changed
+                async with self._slots.taken(shared, number):
+                    failure = await self._attempt(shared, self._reservations, claim)
+                if not isinstance(failure, OutOfDeviceMemoryError) or not failure.held_by:
+                    return failure
+                if not shared.wants_to_wait(failure):
+                    return failure
+                shared.emit(LoadWaiting(load_id=shared.load_id, reason=str(failure), held_by=failure.held_by))
+                await self._reservations.turn(claim, failure.memory, changed)
+        finally:
+            self._reservations.leave(claim)
+
+    async def _attempt(self, shared: SharedLoad, reservations: Reservations, claim: Claim) -> Exception | None:
+        from ggufstream.execution import Execution
+
+        if shared.execution is None:  # its first turn
+            shared.emit(LoadStarted(load_id=shared.load_id, file=shared.path))
+        shared.execution = Execution(
+            load_id=shared.load_id,
+            path=shared.path,
+            options=shared.options,
+            devices=shared.devices,
+            budget=self._budget,
+            reservations=reservations,
+            claim=claim,
+            emit=shared.emit,
+            timeline=shared.timeline,
+            freed=partial(self._forget, shared),
+        )
+        try:
+            shared.report = await shared.execution.run()
+        except Exception as error:  # noqa: BLE001 - the affair of those who wait for this load
+            return error
+        return None
 
     def statistics(self) -> dict[str, Any]:
         """Jobs by stage, staging memory, and who has reserved which memory."""
@@ -356,16 +392,12 @@ class _Slots:
             self._free += 1
 
 
-def _cancelled(path: str) -> JobCancelledError:
-    return JobCancelledError(f"the load of {printable(path)} was cancelled", remedy="Submit it again")
-
-
-def _identity(path: str) -> FileIdentity | None:
-    """Which file it is; ``None`` where there is none, which the load itself will say better."""
-    from ggufstream.gguf_file import FileIdentity
+def _identity(path: str) -> Identity | None:
+    """Which files they are; ``None`` where one is missing, which the load itself will say better."""
+    from ggufstream.gguf_file import FileIdentity, split_paths
 
     try:
-        return FileIdentity.of(os.stat(path))
+        return tuple(FileIdentity.of(os.stat(name)) for name in split_paths(path))
     except OSError:
         return None
 
@@ -400,12 +432,4 @@ def _checked_devices(
             f"{', '.join(sorted(fixed))} cannot be changed for a backend that is open already",
             remedy="Open the backend with it, or give the backend's name",
         )
-    for device in opened:
-        way = "direct" if device.capabilities.direct else "staged"
-        if options.upload not in {"auto", "alias", way}:
-            raise OptionError(
-                f"upload={options.upload} is asked for, but the open backend {device.capabilities.backend} was opened "
-                f"for {way} uploads",
-                remedy="Open the backend with it, or give the backend's name",
-            )
     return given

@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, Self, TypedDict, Unpack, get_args
 
 from ggufstream.errors import OptionError
@@ -183,6 +184,12 @@ class LoadOptions:
         _check_intents(self.intents)
         _check_overrides(self.overrides)
         _check_weights(self.device_weights)
+        # Options are what they were when they were given, whatever the caller does with his lists afterwards.
+        if isinstance(self.intents, Mapping):
+            object.__setattr__(self, "intents", MappingProxyType(dict(self.intents)))
+        object.__setattr__(self, "overrides", tuple((pattern, place) for pattern, place in self.overrides))
+        if self.device_weights is not None:
+            object.__setattr__(self, "device_weights", tuple(self.device_weights))
         if not isinstance(self.select, str | None):
             raise OptionError(f"select={self.select!r} is not text", remedy="Give a regular expression as a str")
         if self.select is not None:

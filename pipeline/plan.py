@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ggufstream.backends.base import Backend, Capabilities, cannot_map
 from ggufstream.decode import DECODABLE
@@ -31,6 +31,7 @@ __all__ = [
     "DEVICE",
     "HOST",
     "ArenaPlan",
+    "Held",
     "LoadPlan",
     "MemoryNeed",
     "PlanEntry",
@@ -243,7 +244,7 @@ def make_plan(
     backends: Sequence[Backend],
     options: LoadOptions,
     unmappable: Collection[int] = (),
-    held: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
+    held: Mapping[str, Mapping[str, Held]] = MappingProxyType({}),
 ) -> LoadPlan:
     """Decide everything about a load. Pure: reads nothing, allocates nothing.
 
@@ -252,7 +253,7 @@ def make_plan(
         backends: The devices; layers are split over them in order.
         options: The caller's options.
         unmappable: Shards on network file systems, which are not mapped unless that is asked for.
-        held: By memory: who else was promised how many of the bytes that look free.
+        held: By memory: who else holds how much of it.
 
     Raises:
         OptionError: ``intents`` names a tensor that the file does not have, ``select`` matches none, or an override
@@ -341,11 +342,12 @@ def memory_needs(load_plan: LoadPlan, *, host_bytes: int | None = None) -> list[
     return list(found.values())
 
 
-def _crowded(load_plan: LoadPlan, held: Mapping[str, Mapping[str, int]]) -> dict[int, int]:
+def _crowded(load_plan: LoadPlan, held: Mapping[str, Mapping[str, Held]]) -> dict[int, int]:
     """Devices whose memory is too small for the plan, and how much of it tensors take that are decoded to F32 there."""
     result: dict[int, int] = {}
     for need in memory_needs(load_plan):
-        if need.available is None or need.needed <= need.available - sum(held.get(need.key, {}).values()):
+        promised = sum(holder.promised for holder in held.get(need.key, {}).values())
+        if need.available is None or need.needed <= need.available - promised:
             continue
         for entry in load_plan.entries:
             if entry.is_decoded and entry.device is not None and entry.arena in need.arenas:
@@ -353,15 +355,25 @@ def _crowded(load_plan: LoadPlan, held: Mapping[str, Mapping[str, int]]) -> dict
     return result
 
 
+class Held(NamedTuple):
+    """What another load holds of a memory: bytes, and those of them that look free, but are promised to it."""
+
+    nbytes: int
+    promised: int
+
+
 def check_fits(
-    load_plan: LoadPlan, *, host_bytes: int | None = None, held: Mapping[str, Mapping[str, int]] = MappingProxyType({})
+    load_plan: LoadPlan,
+    *,
+    host_bytes: int | None = None,
+    held: Mapping[str, Mapping[str, Held]] = MappingProxyType({}),
 ) -> None:
     """Compare the plan with the memory that there is: of each device, and of the host where it holds tensors.
 
     Args:
         load_plan: The plan.
         host_bytes: Free memory of the host.
-        held: By memory: who else was promised how many of the bytes that look free.
+        held: By memory: who else holds how much of it.
 
     Raises:
         OutOfDeviceMemoryError: It does not fit; the message names the largest tensors, and who holds memory.
@@ -370,9 +382,12 @@ def check_fits(
         if need.available is None:
             continue
         holders = held.get(need.key, {})
-        available = max(0, need.available - sum(holders.values()))
+        available = need.available - sum(holder.promised for holder in holders.values())
         if need.needed <= available:
             continue
+        if need.needed > available + sum(holder.nbytes for holder in holders.values()):
+            holders = {}  # it would not fit without them either
+        available = max(0, available)
         there = [entry for entry in load_plan.entries if entry.arena in need.arenas]
         largest = sorted(there, key=lambda entry: entry.device_bytes, reverse=True)[:3]
         names = ", ".join(f"{entry.tensor.name} ({entry.device_bytes:,})" for entry in largest)
@@ -384,6 +399,7 @@ def check_fits(
             needed=need.needed,
             available=available,
             held_by=tuple(holders),
+            memory=need.key,
             remedy=("Close one of those" if holders else "Free device memory")
             + ", choose another device or backend, or load a part with select",
         )

@@ -7,7 +7,6 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from ggufstream.errors import OptionError
 from ggufstream.timeline import Timeline
 
 __all__ = ["ArenaReport", "FallbackReport", "LoadReport", "PlacementReport", "RowsReport"]
@@ -64,7 +63,7 @@ class LoadReport:
     backend_reason: str
     device: str
     upload: str
-    """``direct`` or ``staged``."""
+    """``direct``, ``staged`` or ``alias``."""
     io: str
     """``mmap``, ``pread`` or ``direct``; for shards with different modes, joined by ``+``."""
     io_reason: str
@@ -95,14 +94,13 @@ class LoadReport:
     warnings: tuple[str, ...]
     rows: tuple[RowsReport, ...] = ()
     """Of each lookup table."""
-    timeline: Timeline | None = field(default=None, repr=False, compare=False)
+    timeline: Timeline = field(repr=False, compare=False)
     """What happened when; not part of ``to_dict()``."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers."""
-        plain: dict[str, Any] = dataclasses.asdict(dataclasses.replace(self, timeline=None))
-        del plain["timeline"]
-        return plain
+        names = (field.name for field in dataclasses.fields(self) if field.name != "timeline")
+        return {name: _plain(getattr(self, name)) for name in names}
 
     async def write_trace(self, path: str | os.PathLike[str]) -> None:
         """Write what happened when as a Perfetto trace, for https://ui.perfetto.dev and ``ggufstream report``.
@@ -110,10 +108,17 @@ class LoadReport:
         Raises:
             MissingPackageError: The package ``perfetto`` is not installed.
             OSError: The file cannot be written.
-            OptionError: This report was made without a timeline.
         """
         from ggufstream.trace_file import write_trace  # only who writes one needs the package
 
-        if self.timeline is None:
-            raise OptionError("this report was made without a timeline")
         await write_trace(self.timeline, path)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    return value

@@ -20,7 +20,7 @@ from ggufstream.layouts import Bytes
 from ggufstream.plan import LoadPlan, PlanEntry
 from ggufstream.read import MappedSource
 from ggufstream.row_tables import RowTables, slices_of
-from ggufstream.threads import in_thread, uninterrupted
+from ggufstream.threads import clean_up_in_thread, in_thread, uninterrupted
 
 __all__ = ["Lease", "Storage"]
 
@@ -59,11 +59,14 @@ class Storage:
         self._close = close
         self._closed = closed
         self.is_open = True
+        """Somebody holds it, and it can be leased."""
+        self.is_freed = False
         self._leases: set[Lease] = set()
         self._closing = anyio.Lock()
 
     def lease(self) -> Lease:
-        """One more holder."""
+        """One more holder. Only while it ``is_open``."""
+        assert self.is_open
         lease = Lease(self)
         self._leases.add(lease)
         return lease
@@ -88,13 +91,13 @@ class Storage:
         for lease in leases:
             await lease.wait_idle()
             if lease.chunks:
-                await in_thread(lease.free)
+                await clean_up_in_thread(lease.free)
         async with self._closing:
             self._leases.difference_update(leases)
-            if not self._leases and self.is_open:
-                self.is_open = False
+            if not self._leases and not self.is_freed:
+                self.is_open, self.is_freed = False, True
                 try:
-                    await in_thread(self._close)
+                    await clean_up_in_thread(self._close)
                 finally:
                     self._closed()
 
@@ -105,6 +108,7 @@ class Storage:
 
     async def revoke(self) -> None:
         """Take the memory from whoever holds it: the load has failed."""
+        self.is_open = False
         await uninterrupted(self.give_back(*self._leases))
 
     def slices(self, entry: PlanEntry) -> tuple[Slice, ...]:
@@ -182,15 +186,7 @@ class Storage:
         """Bytes of each arena, holders, and the backend's counters."""
         return {
             "leases": len(self._leases),
-            "arenas": {
-                name: {
-                    "planned_bytes": arena.planned_bytes,
-                    "used_bytes": arena.used_bytes,
-                    "allocated_bytes": arena.allocated_bytes,
-                    "chunks": len(arena.chunks),
-                }
-                for name, arena in self._arenas.items()
-            },
+            "arenas": {name: arena.statistics() for name, arena in self._arenas.items()},
             "rows": self.tables.statistics(),
             "backends": [backend.statistics() for backend in self.backends],
         }
@@ -247,7 +243,8 @@ class Lease:
 
     def statistics(self) -> dict[str, Any]:
         """Those of the storage, the calls that run under this lease, and device memory that they have handed out."""
-        handed_out = {"rows_on_devices": len(self.chunks), "rows_on_devices_bytes": sum(c.nbytes for c in self.chunks)}
+        chunks = tuple(self.chunks)  # threads add and remove
+        handed_out = {"rows_on_devices": len(chunks), "rows_on_devices_bytes": sum(chunk.nbytes for chunk in chunks)}
         return self.storage.statistics() | {"running": self._running} | handed_out
 
     async def aclose(self) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
@@ -51,6 +51,8 @@ _T = TypeVar("_T")
 
 FIRST_LAYER = 0
 """A forward pass can begin when the tensors before the first block, and of it, are ready."""
+
+Kind: TypeAlias = tuple[str, bool]
 
 SAMPLE_SECONDS = 0.02
 """Counters are sampled at most that often."""
@@ -113,8 +115,10 @@ class Stream:
         """The most staging memory that was in use, of this load."""
         self._charged: dict[int, int] = {}
         """Staging budget that ranges under way hold, by index."""
-        self._spare = 0
-        """Staging budget that finished ranges have left for the next one, with their slabs."""
+        self._spare: Counter[Kind] = Counter()
+        """Staging budget that finished ranges have left for the next of their kind, with their slabs."""
+        self._waiting: Kind | None = None
+        """Of the range that waits for budget."""
         self._times: dict[int, list[StageTime]] = {}
         """Of the ranges under way, by index."""
         self._submitted: dict[int, float] = {}
@@ -160,9 +164,9 @@ class Stream:
             try:
                 await clean_up_in_thread(self._close)
             finally:
-                self._budget.release(sum(self._charged.values()) + self._spare)
+                self._budget.release(sum(self._charged.values()) + self._spare.total())
                 self._charged.clear()
-                self._spare = 0
+                self._spare.clear()
 
     def _start_threads(self) -> None:
         """Start all threads now: an executor would start them in ``submit``, where the event loop waits until each runs.
@@ -242,19 +246,26 @@ class Stream:
 
     async def _charge(self, part: Range) -> None:
         """Wait for the staging memory of a range, and take it: what the last ones left, or from the budget."""
-        nbytes = self._budget.cost(self._host_bytes(part))
-        if self._spare >= nbytes:
-            self._spare -= nbytes
+        nbytes, kind = self._budget.cost(self._host_bytes(part)), self._kind(part)
+        if self._spare[kind] >= nbytes:
+            self._spare[kind] -= nbytes
         else:
             await self._give_spare()
+            self._waiting = kind
             await self._budget.acquire(nbytes, owner=self)
+            self._waiting = None
         self._charged[part.index] = nbytes
-        self.staging_peak = max(self.staging_peak, sum(self._charged.values()) + self._spare)
+        self.staging_peak = max(self.staging_peak, sum(self._charged.values()) + self._spare.total())
+
+    def _kind(self, part: Range) -> Kind:
+        """Ranges of a kind take the same slabs."""
+        return part.arena, self._is_verbatim(part)
 
     async def _give_spare(self) -> None:
         """Free the slabs that nobody uses, and give back their budget."""
-        if self._spare:
-            spare, self._spare = self._spare, 0
+        spare = self._spare.total()
+        self._spare.clear()
+        if spare:
             try:
                 await self._hop(self._trim)
             finally:
@@ -400,14 +411,13 @@ class Stream:
                     batch.append(done.receive_nowait())
                 await self._hop(partial(self._drop, batch))
                 for finished in batch:
-                    self._spare += self._charged.pop(finished.index)
+                    self._spare[self._kind(finished)] += self._charged.pop(finished.index)
                     self._moved(finished)
-                waiting = self._budget.next
-                if not self._feeding or waiting not in {None, self}:
+                waiting, kind = self._budget.next, self._waiting
+                if waiting is self and kind is not None and set(+self._spare) == {kind}:
+                    self._budget.release(self._spare.pop(kind))  # the slabs stay for the range that waits
+                elif waiting is not None or not self._feeding:
                     await self._give_spare()
-                elif waiting is self:  # the slabs stay for the range that waits
-                    spare, self._spare = self._spare, 0
-                    self._budget.release(spare)
                 if time.perf_counter() - self._sampled_at >= SAMPLE_SECONDS:
                     self._sample()
         await self._hop(self._finish)

@@ -8,9 +8,6 @@ import itertools
 import os
 import shutil
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +31,6 @@ from ggufstream.errors import (
     JobError,
     MissingFileError,
     OptionError,
-    OutOfDeviceMemoryError,
     UnknownTensorError,
 )
 from ggufstream.events import (
@@ -43,15 +39,14 @@ from ggufstream.events import (
     LoadCancelled,
     LoadFinished,
     LoadStarted,
-    LoadWaiting,
     Planned,
     Progress,
-    RangeMoved,
     TensorReady,
 )
 from ggufstream.job import LoadJob
+from tests import gguf_builder as gb
 from tests.small_models import write_model
-from tests.watching import Gate, nothing_is_left
+from tests.watching import Gate, Recorder, entered, nothing_is_left, reads_held_at, until
 
 RANGE = 64 << 10
 TABLE = "per_layer_token_embd.weight"
@@ -68,43 +63,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def twin(path: Path, tmp_path: Path) -> Path:
     """Another file with the same bytes."""
     return Path(shutil.copy(path, tmp_path / "twin.gguf"))
-
-
-class Recorder:
-    """A sink that keeps everything."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def __call__(self, event: Event) -> None:
-        self.events.append(event)
-
-    def kinds(self) -> list[type[Event]]:
-        return [type(event) for event in self.events]
-
-
-@contextmanager
-def reads_held_at(monkeypatch: pytest.MonkeyPatch, nth: int) -> Iterator[Gate]:
-    """The n-th read of tensor bytes waits; the test must let it go on."""
-    from ggufstream import read
-
-    gate = Gate(read.pread_into, nth)
-    with monkeypatch.context() as patch:
-        patch.setattr(read, "pread_into", gate)
-        try:
-            yield gate
-        finally:
-            gate.go_on.set()
-
-
-async def entered(gate: Gate) -> None:
-    assert await asyncio.to_thread(gate.entered.wait, 10)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Let other tasks run until ``condition`` holds; the timeout of pytest is the limit."""
-    while not condition():  # noqa: ASYNC110 - what it waits for has no event of its own
-        await asyncio.sleep(0)
 
 
 # --- one job ----------------------------------------------------------------------------------------------------------
@@ -393,11 +351,11 @@ async def test_a_loader_keeps_nothing_of_what_is_over(path: Path, end: str) -> N
     select = "nothing" if end == "failed" else None
     async with Loader() as loader:
         parts = await ended(loader.submit(path, backend="cpu", range_bytes=RANGE, select=select), end)
-        assert loader.jobs == ()
         for _ in range(100):  # turns of the loop in which its task may still be ending
             await asyncio.sleep(0)
         gc.collect()
         assert [part() for part in parts] == [None, None]
+        assert loader.jobs == ()
 
 
 # --- the ends of a job ------------------------------------------------------------------------------------------------
@@ -575,107 +533,6 @@ async def test_the_highest_priority_goes_first_then_the_oldest(
             assert loader.statistics()["running"] == 0
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
-def device_of(nbytes: int) -> SimulatedBackend:
-    """A device with so much memory."""
-    backend = SimulatedBackend("tiny")
-    backend._facts = replace(backend._facts, budget_bytes=nbytes)
-    return backend
-
-
-@pytest.fixture
-def small_device() -> Iterator[Backend]:
-    """Room for one model and a half."""
-    with device_of(2 << 20) as backend:
-        yield backend
-
-
-@pytest.mark.asyncio
-async def test_a_job_waits_for_memory_that_another_holds(path: Path, twin: Path, small_device: Backend) -> None:
-    async with Loader() as loader:
-        model = await loader.submit(path, backend=small_device)
-        seen = Recorder()
-        job = loader.submit(twin, backend=small_device, sinks=[seen])
-        await until(lambda: job.progress.stage == "waiting")
-        assert loader.statistics()["running"] == 0  # its turn goes to others
-        (waiting,) = (event for event in seen.events if isinstance(event, LoadWaiting))
-        assert str(path) in waiting.reason
-        assert waiting.held_by == (f"{path} (load {model.report.load_id})",)
-        assert loader.statistics()["reservations"][0]["holder"] == waiting.held_by[0]
-        refused = loader.submit(twin, backend=small_device, wait=False, range_bytes=RANGE)
-        with pytest.raises(OutOfDeviceMemoryError, match="there is also memory of") as caught:
-            await refused
-        assert caught.value.held_by == waiting.held_by
-        await model.aclose()
-        async with await job as second:
-            assert (await ggufstream.verify(second)).differing == ()
-        assert seen.kinds().count(LoadStarted) == 1
-        assert loader.statistics()["reservations"] == []
-
-
-@pytest.mark.asyncio
-async def test_two_jobs_never_count_on_the_same_bytes(path: Path, twin: Path, small_device: Backend) -> None:
-    """Both are planned before either has allocated anything."""
-    async with Loader() as loader:
-        jobs = [loader.submit(file, backend=small_device, range_bytes=RANGE) for file in (path, twin)]
-        await until(lambda: {"waiting", "ready"} == {job.progress.stage for job in jobs})
-        for job in sorted(jobs, key=lambda job: job.progress.stage):
-            await (await job).aclose()
-
-
-@pytest.mark.asyncio
-async def test_a_job_that_can_never_fit_does_not_wait(path: Path) -> None:
-    with device_of(1000) as backend:
-        async with Loader() as loader:
-            with pytest.raises(OutOfDeviceMemoryError) as caught:
-                await loader.submit(path, backend=backend)
-            assert caught.value.held_by == ()
-
-
-@pytest.mark.asyncio
-async def test_a_waiting_job_can_be_cancelled(path: Path, twin: Path, small_device: Backend) -> None:
-    async with Loader() as loader, await loader.submit(path, backend=small_device):
-        job = loader.submit(twin, backend=small_device)
-        await until(lambda: job.progress.stage == "waiting")
-        assert await job.cancel() is True
-        assert loader.jobs == ()
-
-
-@pytest.mark.asyncio
-async def test_running_loads_share_one_staging_budget(path: Path, twin: Path) -> None:
-    """Pinned memory of both together, idle slabs included, stays within the budget; ranges of both alternate."""
-    limit = 1 << 20
-    backends = [SimulatedBackend("discrete-24g"), SimulatedBackend("discrete-24g")]
-    most = 0
-    order: list[str] = []
-
-    def look(event: Event) -> None:
-        nonlocal most
-        most = max(most, sum(backend.statistics()["staging_bytes"] for backend in backends))
-        if isinstance(event, RangeMoved):
-            order.append(event.load_id)
-
-    async with Loader(staging_bytes=limit) as loader:
-        jobs = [
-            loader.submit(file, backend=backend, io="mmap", range_bytes=128 << 10, workers=8, sinks=[look])
-            for file, backend in zip((path, twin), backends, strict=True)
-        ]
-        for model in await asyncio.gather(*jobs):
-            assert model.report.staging_bytes == limit
-            assert 0 < model.report.staging_peak_bytes <= limit
-            await model.aclose()
-        staging = loader.statistics()["staging"]
-        assert (staging["used_bytes"], staging["waiting"]) == (0, 0)
-        assert staging["peak_bytes"] <= limit
-    assert 0 < most <= limit
-    turns = sum(a != b for a, b in itertools.pairwise(order))
-    assert turns > len(order) // 4
-    for backend in backends:
-        backend.close()
-
-
 # --- events -----------------------------------------------------------------------------------------------------------
 
 
@@ -767,3 +624,168 @@ async def test_records_keep_what_the_submitter_has_bound(path: Path) -> None:
     assert records
     assert {record.get("request") for record in records} == {"r1"}
     assert {record["load_id"] for record in records} == {job.id}
+
+
+# --- what others do is no job's affair --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("raised", [ValueError, asyncio.CancelledError, GeneratorExit])
+@pytest.mark.parametrize("at", [LoadStarted, Planned, Progress, LoadFinished])
+@pytest.mark.asyncio
+async def test_a_sink_that_raises_anything_at_any_event_is_dropped(
+    path: Path, at: type[Event], raised: type[BaseException]
+) -> None:
+    seen = Recorder()
+
+    def sink(event: Event) -> None:
+        seen(event)
+        if isinstance(event, at):
+            raise raised
+
+    async with Loader() as loader:
+        await (await loader.submit(path, backend="cpu", range_bytes=RANGE, sinks=[sink])).aclose()
+    assert seen.kinds().count(at) == 1
+    assert seen.kinds()[-1] is at
+
+
+@pytest.mark.parametrize("at", ["load_started", "planned", "load_finished", "sink_failed"])
+@pytest.mark.asyncio
+async def test_a_log_that_raises_ends_no_load(path: Path, at: str) -> None:
+    def fail(logger: object, name: str, event: Any) -> Any:
+        if event["event"] in {at, "sink_failed"}:
+            raise ValueError(at)
+        raise structlog.DropEvent
+
+    structlog.configure(processors=[fail])
+    try:
+        async with Loader() as loader:
+            await (await loader.submit(path, backend="cpu")).aclose()
+    finally:
+        structlog.reset_defaults()
+
+
+@pytest.mark.asyncio
+async def test_splits_that_share_a_shard_are_not_the_same_model(tmp_path: Path) -> None:
+    """As in a cache where revisions of a model are folders of links: the first shard is one file, the second is not."""
+    (tmp_path / "store").mkdir()
+    first, second = (tmp_path / "store" / f"m-0000{n}-of-00002.gguf" for n in (1, 2))
+    for no, shard in enumerate((first, second)):
+        shard.write_bytes(gb.build([gb.f32(f"t{no}")], [gb.u16("split.no", no), gb.u16("split.count", 2)]))
+    revisions = [tmp_path / "one", tmp_path / "two"]
+    for n, folder in enumerate(revisions):
+        folder.mkdir()
+        (folder / first.name).symlink_to(first)
+        (folder / second.name).write_bytes(second.read_bytes())
+        os.utime(folder / second.name, ns=(n, n))
+    async with Loader() as loader:
+        jobs = [loader.submit(folder / first.name, backend="cpu") for folder in (*revisions, revisions[0])]
+        models = await asyncio.gather(*jobs)
+        assert [job.load_id for job in jobs].index(jobs[2].load_id) == 0
+        assert jobs[0].load_id != jobs[1].load_id
+        for model in models:
+            await model.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_failing_load_cannot_be_joined(path: Path, twin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for a call with an early weight before it says that it has failed."""
+    backend = SimulatedBackend("discrete-24g")
+    gate = Gate(SimulatedBackend.linear)
+    monkeypatch.setattr(SimulatedBackend, "linear", gate.as_method())
+    async with await ggufstream.load(twin, backend="cpu", range_bytes=RANGE) as model:
+        last = len(model.plan.ranges)
+    with reads_held_at(monkeypatch, last) as reads, nothing_is_left(twin, backend):
+        async with Loader() as loader:
+            options: dict[str, Any] = {"backend": backend, "io": "pread", "range_bytes": RANGE, "workers": 1}
+            failing = loader.submit(twin, **options)
+            weight = await failing.weight(FIRST)
+            await entered(reads)
+            product = asyncio.ensure_future(weight.linear(np.ones(256, np.float32)))
+            await entered(gate)
+            was = os.stat(twin)
+            os.utime(twin)
+            reads.go_on.set()
+            await until(lambda: failing.lease is not None and not failing.lease.is_open)
+            os.utime(twin, ns=(was.st_atime_ns, was.st_mtime_ns))  # so that it looks like the same file again
+            joining = loader.submit(twin, **options)
+            await until(lambda: joining.load is not None)
+            assert joining.load is not failing.load
+            gate.go_on.set()
+            await product
+            with pytest.raises(ggufstream.FileChangedError):
+                await failing
+            await (await joining).aclose()
+    backend.close()
+
+
+@pytest.mark.asyncio
+async def test_without_a_thread_a_job_fails_alone_and_a_model_is_freed_all_the_same(
+    path: Path, twin: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with SimulatedBackend("discrete-24g") as backend, nothing_is_left(path, backend):
+        async with Loader() as loader:
+            model = await loader.submit(path, backend=backend)
+            going = await loader.submit(twin, backend="cpu")
+            with monkeypatch.context() as patch:
+
+                def refuse(*arguments: object) -> None:
+                    raise RuntimeError("can't start new thread")
+
+                patch.setattr(asyncio.get_running_loop(), "run_in_executor", refuse)
+                job = loader.submit(path, backend="cpu")
+                with pytest.raises(ggufstream.OutOfHostMemoryError):
+                    await job
+                await model.aclose()
+            assert backend.statistics()["live_bytes"] == 0
+            assert [claim["holder"] for claim in loader.statistics()["reservations"]] == [
+                f"{twin} (load {going.report.load_id})"
+            ]
+            await going.aclose()
+
+
+@pytest.mark.asyncio
+async def test_submissions_that_find_a_closing_load_begin_one_new_load(path: Path) -> None:
+    async with Loader() as loader:
+        for _ in range(5):
+            old = await loader.submit(path, backend="cpu")
+            closing = asyncio.ensure_future(old.aclose())
+            jobs = [loader.submit(path, backend="cpu") for _ in range(4)]
+            models = await asyncio.gather(*jobs)
+            await closing
+            assert len({job.load_id for job in jobs}) == 1
+            for model in models:
+                await model.aclose()
+
+
+@pytest.mark.asyncio
+async def test_readers_of_a_job_that_had_no_turn_end_with_the_loader(path: Path) -> None:
+    async with Loader() as loader:
+        job = loader.submit(path, backend="cpu")
+        reader = job.events()
+    assert [type(event) async for event in reader] == [LoadCancelled]
+    assert job.progress.stage == "cancelled"
+
+
+@pytest.mark.asyncio
+async def test_a_late_reader_sees_one_end(path: Path) -> None:
+    async with Loader() as loader:
+        job = loader.submit(path, backend="cpu")
+        await until(lambda: job.progress.stage == "ready")
+        await job.cancel()
+        kinds = [type(event) async for event in job.events()]
+        assert kinds[-1] is LoadCancelled
+        assert LoadFinished not in kinds
+
+
+@pytest.mark.asyncio
+async def test_two_tasks_may_share_a_reader(path: Path) -> None:
+    async with Loader() as loader:
+        job = loader.submit(path, backend="cpu", range_bytes=RANGE)
+        reader = job.events()
+
+        async def count() -> int:
+            return len([event async for event in reader])
+
+        counts = await asyncio.gather(count(), count())
+        assert sum(counts) > 20
+        await (await job).aclose()

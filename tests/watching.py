@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -9,9 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ggufstream.backends.base import Backend
+import pytest
 
-__all__ = ["Gate", "nothing_is_left", "traces_of"]
+from ggufstream import read
+from ggufstream.backends.base import Backend
+from ggufstream.events import Event
+
+__all__ = ["Gate", "Recorder", "entered", "nothing_is_left", "reads_held_at", "traces_of", "until"]
 
 
 def traces_of(path: Path) -> tuple[list[str], list[str]]:
@@ -61,3 +66,38 @@ class Gate:
             return self(*arguments, **options)
 
         return method
+
+
+class Recorder:
+    """A sink that keeps everything."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+
+    def kinds(self) -> list[type[Event]]:
+        return [type(event) for event in self.events]
+
+
+@contextmanager
+def reads_held_at(monkeypatch: pytest.MonkeyPatch, nth: int) -> Iterator[Gate]:
+    """The n-th read of tensor bytes waits; the test must let it go on."""
+    gate = Gate(read.pread_into, nth)
+    with monkeypatch.context() as patch:
+        patch.setattr(read, "pread_into", gate)
+        try:
+            yield gate
+        finally:
+            gate.go_on.set()
+
+
+async def entered(gate: Gate) -> None:
+    assert await asyncio.to_thread(gate.entered.wait, 10)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let other tasks run until ``condition`` holds; the timeout of pytest is the limit."""
+    while not condition():  # noqa: ASYNC110 - what it waits for has no event of its own
+        await asyncio.sleep(0)
