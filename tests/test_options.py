@@ -139,7 +139,14 @@ def test_select_must_be_a_pattern() -> None:
     ],
 )
 def test_collections_that_can_be_used(name: str, value: Any) -> None:
-    assert getattr(LoadOptions().replace(**{name: value}), name) == value
+    kept = getattr(LoadOptions().replace(**{name: value}), name)
+    if isinstance(value, list | tuple):  # frozen
+        assert isinstance(kept, tuple)
+        assert [list(item) if isinstance(item, tuple) else item for item in kept] == [
+            list(item) if isinstance(item, tuple) else item for item in value
+        ]
+    else:
+        assert kept == value
 
 
 @pytest.mark.parametrize(
