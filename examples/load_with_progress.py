@@ -9,7 +9,7 @@ import asyncio
 import sys
 
 import ggufstream
-import ggufstream.execution  # load() would import it, and numpy, at first use: in a thread, but not without slowing the loop
+import ggufstream.job  # load() would import it, and numpy, at first use: in a thread, but not without slowing the loop
 
 
 async def other_work(ticks: list[float]) -> None:

@@ -51,9 +51,8 @@ class Failure(NamedTuple):
 class Timeline:
     """A sink that keeps the events of one load: a record for each range and each sample, and a few more.
 
-    Samples are two more than ranges, at most. Give it to one load; what other loads send is left out.
-    ``await report.write_trace(path)`` writes that of a load which has finished, `ggufstream.trace_file.write_trace`
-    that of any.
+    Samples are two more than ranges, at most. Each load has one, which ``await job.write_trace(path)`` writes. What
+    other loads send is left out.
     """
 
     def __init__(self) -> None:
