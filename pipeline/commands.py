@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ggufstream.errors import FileError, OptionError
-from ggufstream.options import (
-    ENVIRONMENT,
-    Intent,
-    IOMode,
-    LazyMode,
-    LoadOptions,
-    PageCacheMode,
-    Placement,
-    RowStrategy,
-    UploadMode,
-    parse_bytes,
+from ggufstream.cli_options import (
+    every_row_option,
+    loading_options,
+    page_cache_option,
+    rows_option,
+    settle,
+    shared_options,
+    trace_option,
 )
+from ggufstream.errors import FileError, OptionError
+from ggufstream.options import Intent, LoadOptions
 from ggufstream.terminal import (
     LogFormat,
     OutputError,
@@ -56,8 +53,6 @@ _EXIT_CODES = {
     5: "`verify` found a difference",
     130: "SIGINT (SIGTERM: 143), after everything in flight was freed",
 }
-
-_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -93,193 +88,11 @@ def commands() -> None:
     """
 
 
-_SHARED = (
-    click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
-    click.option(
-        "--log-format",
-        type=click.Choice(get_args(LogFormat)),
-        default="auto",
-        show_default=True,
-        help="Of the log on stderr; auto: console on a terminal, else JSON.",
-    ),
-    click.option("-v", "--verbose", count=True, help="Log each step; twice for everything."),
-    # `ggufstream.cli` looks for it itself, because an error may come before the options are parsed
-    click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an unexpected error."),
-)
-
-
-def _shared(function: _F) -> _F:
-    for option in reversed(_SHARED):
-        function = option(function)
-    return function
-
-
-def _choice(*names: str) -> click.Choice[str]:
-    return click.Choice(names, case_sensitive=False)
-
-
-_VARIABLES = {name: variable for variable, (name, _) in ENVIRONMENT.items()}
-
-
-def _option(flag: str, field: str, *, help: str, default: str | None = None, **more: Any) -> Callable[[_F], _F]:  # noqa: A002
-    """An option for a field of ``LoadOptions``. Help names its environment variable and default, but click applies
-    neither: ``LoadOptions.from_environment`` does, and its errors name the variable.
-    """
-    value = getattr(LoadOptions(), field) if default is None else default
-    facts = [f"env var: {_VARIABLES[field]}"] if field in _VARIABLES else []
-    facts += [f"default: {value}"] if value not in (None, False, ()) else []
-    text = f"{help}  [{'; '.join(facts)}]" if facts else help
-    return click.option(flag, field, help=text, **more)
-
-
-_rows_option = _option(
-    "--rows", "row_strategy", type=_choice(*get_args(RowStrategy)), help="How rows of tables come out of the file."
-)
-
-_LOADING = (
-    _option(
-        "--backend",
-        "backend",
-        metavar="NAME",
-        help="auto, cpu, cpu_scalar, vulkan, or simulated:PROFILE for hardware that is not here (profiles: see "
-        "`ggufstream devices`). auto: a real GPU if there is one, else cpu.",
-    ),
-    _option("--device", "device", metavar="DEVICE", help="Index of the device, or a part of its name."),
-    click.option(
-        "--devices",
-        metavar="A,B",
-        help="Several backends in place of one, such as vulkan:0,vulkan:1; layers are split over them in order.",
-    ),
-    _option(
-        "--weights", "device_weights", metavar="X,Y", help="With --devices: their shares.", default="by free memory"
-    ),
-    _option("--io", "io", type=_choice(*get_args(IOMode)), help="How bytes come out of the file."),
-    _option(
-        "--upload",
-        "upload",
-        type=_choice(*get_args(UploadMode)),
-        help="Into device memory in place (direct), via pinned memory (staged), or let the device read the file's own "
-        "pages (alias).",
-    ),
-    _option("--lazy", "lazy", type=_choice(*get_args(LazyMode)), help="Which lookup tables stay in the file."),
-    _rows_option,
-    _option(
-        "--row-cache",
-        "row_cache_bytes",
-        metavar="BYTES",
-        help="Most host memory for rows of tables in the file that were read, such as 16M; 0 keeps none.",
-        default=f"{LoadOptions().row_cache_bytes >> 20}M",
-    ),
-    _option(
-        "--page-cache",
-        "page_cache",
-        type=_choice(*get_args(PageCacheMode)),
-        help="What the page cache holds afterwards.",
-    ),
-    _option(
-        "--staging",
-        "staging_bytes",
-        metavar="BYTES",
-        help="Most host memory for moving bytes, such as 64M.",
-        default=f"{LoadOptions().staging_bytes >> 20}M",
-    ),
-    _option(
-        "--workers",
-        "workers",
-        type=click.IntRange(1),
-        metavar="N",
-        help="Worker threads.",
-        default="by processors",
-    ),
-    _option("--select", "select", metavar="REGEX", help="Only tensors whose name matches."),
-    _option(
-        "--override",
-        "overrides",
-        metavar="REGEX=PLACE",
-        multiple=True,
-        help="Where tensors whose name matches go: ARENA, HOST, ROWS or device:N. May be repeated; the first match "
-        "decides.",
-    ),
-    _option("--validation", "validation", is_flag=True, help="Run Vulkan's validation layer, and log what it reports."),
-)
-
-
-def _loading(function: _F) -> _F:
-    function = _shared(function)
-    for option in reversed(_LOADING):
-        function = option(function)
-    return function
-
-
-def _settle(
-    *,
-    log_format: LogFormat,
-    verbose: int,
-    devices: str | None,
-    device_weights: str | None,
-    staging_bytes: str | None,
-    row_cache_bytes: str | None,
-    overrides: Sequence[str],
-    validation: bool,
-    **given: Any,
-) -> tuple[LoadOptions, tuple[str, ...]]:
-    """The environment's options, changed by those on the command line; and the backends where several are asked for."""
-    changes = {name: value for name, value in given.items() if value is not None}
-    if devices is not None and "backend" in changes:
-        raise OptionError("--backend and --devices exclude each other", remedy="Give one of them")
-    if device_weights is not None:
-        changes["device_weights"] = tuple(_share(text) for text in device_weights.split(","))
-    for flag, name, text in (
-        ("--staging", "staging_bytes", staging_bytes),
-        ("--row-cache", "row_cache_bytes", row_cache_bytes),
-    ):
-        if text is not None:
-            try:
-                changes[name] = parse_bytes(text)
-            except OptionError as error:
-                raise OptionError(f"{flag}: {error.what}", remedy=error.remedy) from None
-    if overrides:
-        changes["overrides"] = tuple(_override(text) for text in overrides)
-    if validation:
-        changes["validation"] = True
-    options = LoadOptions.from_environment().replace(**changes)
-    several = () if devices is None else tuple(name.strip() for name in devices.split(","))
-    if several and options.device is not None:
-        raise OptionError(
-            f"--device {options.device} does not say which of the devices it is for",
-            remedy=f"Name it among the devices, as in vulkan:{options.device}",
-        )
-    configure_logging(log_format, verbose)
-    return options, several
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = math.nan
-    if not math.isfinite(share):
-        raise OptionError(f"--weights: {text!r} is not a number", remedy="Write a number for each device, such as 1,2")
-    return share
-
-
-def _override(text: str) -> tuple[str, str]:
-    pattern, equals, place = text.rpartition("=")
-    if not equals:
-        raise OptionError(f"--override {text!r} names no place", remedy="Write it like 'ffn_.*_exps=HOST'")
-    return pattern, place.upper() if place.upper() in Placement.__members__ else place
-
-
-_every_row = click.option(
-    "--all", "every_row", is_flag=True, help="A row for every tensor; a terminal else shows alike layers as one."
-)
-
-
 @commands.command(short_help="Show header, metadata, tensors and shards.")
 @click.argument("file")
 @click.option("--arrays", is_flag=True, help="With --json: every element of metadata arrays.")
-@_every_row
-@_shared
+@every_row_option
+@shared_options
 def inspect(file: str, *, arrays: bool, every_row: bool, as_json: bool, log_format: LogFormat, verbose: int) -> None:
     """Show what the header of FILE says; reads no tensor data."""
     from ggufstream.gguf_file import read_index
@@ -343,14 +156,14 @@ def describe_index(index: FileIndex, *, arrays: bool = False) -> dict[str, Any]:
 
 @commands.command(short_help="Show what a load would do, tensor by tensor.")
 @click.argument("file")
-@_every_row
-@_loading
+@every_row_option
+@loading_options
 def plan(file: str, *, every_row: bool, as_json: bool, **given: Any) -> None:
     """Show what `load` would do with each tensor of FILE; moves no byte.
 
     The exit code is 0 even if the model does not fit; "fits" in the output of --json tells.
     """
-    options, several = _settle(**given)
+    options, several = settle(**given)
     found = run_interruptible(lambda: _plan(file, options, several))
     if as_json:
         write_json(found)
@@ -377,13 +190,6 @@ async def _plan(file: str, options: LoadOptions, several: Sequence[str]) -> dict
             return load_plan.to_dict()
 
     return await in_thread(work)
-
-
-_trace = click.option(
-    "--trace",
-    metavar="FILE",
-    help="Write what happened when, for `ggufstream report` or ui.perfetto.dev; also of a load that fails.",
-)
 
 
 def _spare(source: str, path: str, flag: str) -> None:
@@ -433,11 +239,11 @@ async def _written(writing: Awaitable[None]) -> None:
 
 @commands.command(short_help="Load, print the report, free.")
 @click.argument("file")
-@_trace
-@_loading
+@trace_option
+@loading_options
 def load(file: str, *, trace: str | None, as_json: bool, log_format: LogFormat, **given: Any) -> None:
     """Load FILE onto a device, print the report, and free everything."""
-    options, several = _settle(log_format=log_format, **given)
+    options, several = settle(log_format=log_format, **given)
 
     async def work() -> dict[str, Any]:
         with progress_bar(log_format) as bar:
@@ -455,15 +261,15 @@ def load(file: str, *, trace: str | None, as_json: bool, log_format: LogFormat, 
 
 @commands.command(short_help="Load, and compare every byte with the file.")
 @click.argument("file")
-@_trace
-@_loading
+@trace_option
+@loading_options
 def verify(file: str, *, trace: str | None, as_json: bool, log_format: LogFormat, **given: Any) -> int:
     """Load FILE and check what arrived.
 
     Every tensor is read back and compared with the file, byte for byte (one that was decoded, with what the reference
     decodes), its products with the reference, and rows of lookup tables, too. Exit code 5 if anything differs.
     """
-    options, several = _settle(log_format=log_format, **given)
+    options, several = settle(log_format=log_format, **given)
     from ggufstream.verification import verify as verify_model
 
     async def work() -> dict[str, Any]:
@@ -502,7 +308,7 @@ def _comparing(model: Model, display: ProgressDisplay) -> Callable[[str], None]:
 @commands.command(short_help="Make a page of a trace.")
 @click.argument("trace")
 @click.option("-o", "--output", metavar="FILE", help="The page; default: beside the trace, with the ending .html.")
-@_shared
+@shared_options
 def report(trace: str, *, output: str | None, as_json: bool, log_format: LogFormat, verbose: int) -> None:
     """Make one self-contained HTML page of TRACE, which `load --trace` has written: a picture of the load, what bounds
     it, its figures and its plan.
@@ -528,11 +334,9 @@ def report(trace: str, *, output: str | None, as_json: bool, log_format: LogForm
 @click.argument("file")
 @click.argument("tensor")
 @click.argument("ids", nargs=-1, required=True)
-@_rows_option
-@_option(
-    "--page-cache", "page_cache", type=_choice(*get_args(PageCacheMode)), help="What the page cache holds afterwards."
-)
-@_shared
+@rows_option
+@page_cache_option
+@shared_options
 def rows(
     file: str,
     tensor: str,
@@ -605,7 +409,7 @@ async def _rows(file: str, tensor: str, numbers: list[int], options: LoadOptions
 
 
 @commands.command(short_help="Show what each backend sees here.")
-@_shared
+@shared_options
 def devices(*, as_json: bool, log_format: LogFormat, verbose: int) -> None:
     """Show what each backend sees here, what it lacks, and how to get it."""
     from ggufstream.backends.registry import describe_backends
