@@ -33,8 +33,9 @@ from ggufstream.errors import DeviceError
 from ggufstream.ggml_types import BY_NAME, GGMLType
 from ggufstream.gguf_file import FileIdentity, FileIndex, Shard
 from ggufstream.gguf_layout import TensorInfo
+from ggufstream.load_plan import HOST, LoadPlan
 from ggufstream.options import LoadOptions, Placement
-from ggufstream.plan import HOST, LoadPlan, make_plan
+from ggufstream.plan import make_plan
 
 FOLDER = Path(__file__).parent / "inventories"
 

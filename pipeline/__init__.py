@@ -102,10 +102,11 @@ if TYPE_CHECKING:
     from ggufstream.events import Event, EventSink
     from ggufstream.gguf_file import FileIndex, read_index
     from ggufstream.job import LoadJob
+    from ggufstream.load_plan import LoadPlan
     from ggufstream.loader import Loader, load
     from ggufstream.model import Model, Weight
     from ggufstream.options import Intent, LoadOptions, Placement
-    from ggufstream.plan import LoadPlan, make_plan
+    from ggufstream.plan import make_plan
     from ggufstream.report import LoadReport
     from ggufstream.verification import VerifyReport, verify
 
@@ -121,7 +122,7 @@ else:  # out of a type checker's sight: with a module's __getattr__ it would tak
         "Intent": "options",
         "LoadJob": "job",
         "LoadOptions": "options",
-        "LoadPlan": "plan",
+        "LoadPlan": "load_plan",
         "LoadReport": "report",
         "Loader": "loader",
         "Model": "model",

@@ -33,9 +33,10 @@ from ggufstream.events import (
     TableOpened,
 )
 from ggufstream.gguf_file import FileIndex, read_index
+from ggufstream.load_plan import ArenaPlan, LoadPlan
 from ggufstream.options import LoadOptions, Placement
 from ggufstream.pages import Residency, available_memory, cached_bytes, rss_bytes
-from ggufstream.plan import ArenaPlan, LoadPlan, check_tables, make_plan
+from ggufstream.plan import check_tables, make_plan
 from ggufstream.read import MappedSource, Source, choose_io, on_network, open_source
 from ggufstream.release import Releaser
 from ggufstream.report import ArenaReport, FallbackReport, LoadReport, PlacementReport, RowsReport

@@ -30,9 +30,9 @@ from ggufstream.events import (
 )
 from ggufstream.execution import Execution
 from ggufstream.gguf_file import FileIdentity, FileIndex
+from ggufstream.load_plan import LoadPlan
 from ggufstream.model import Model, Weight
 from ggufstream.options import LoadOptions
-from ggufstream.plan import LoadPlan
 from ggufstream.report import LoadReport
 from ggufstream.sinks import StructlogSink
 from ggufstream.storage import Lease, Storage

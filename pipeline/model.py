@@ -16,8 +16,8 @@ from ggufstream.device_rows import DeviceRows, rows_on_device
 from ggufstream.errors import OptionError, UnsupportedByDeviceError
 from ggufstream.ggml_types import GGMLType
 from ggufstream.layouts import Bytes, Extent, Layout
+from ggufstream.load_plan import PlanEntry
 from ggufstream.options import Intent, Placement
-from ggufstream.plan import PlanEntry
 from ggufstream.report import LoadReport
 from ggufstream.rows import Request
 from ggufstream.storage import Lease

@@ -24,9 +24,9 @@ from ggufstream.errors import FileChangedError, FileError, TruncatedFileError, U
 from ggufstream.file_bytes import pread_into, read_error
 from ggufstream.gguf_file import FileIdentity, Shard
 from ggufstream.layouts import Bytes
+from ggufstream.load_plan import LoadPlan
 from ggufstream.options import IOMode
 from ggufstream.pages import MADV_DONTNEED, MADV_POPULATE_READ, PAGE, Residency, advise, filesystem_type, page_span
-from ggufstream.plan import LoadPlan
 from ggufstream.ranges import Range
 
 __all__ = ["Choice", "DirectSource", "MappedSource", "PreadSource", "Source", "choose_io", "on_network", "open_source"]

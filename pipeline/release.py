@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from ggufstream.load_plan import LoadPlan
 from ggufstream.options import PageCacheMode, Placement
 from ggufstream.pages import PAGE, Residency, evict, page_span
-from ggufstream.plan import LoadPlan
 from ggufstream.ranges import Range
 from ggufstream.read import Source
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ggufstream.backends.arena import Arena
 from ggufstream.backends.base import Copy, Staging
 from ggufstream.layouts import Bytes
-from ggufstream.plan import LoadPlan
+from ggufstream.load_plan import LoadPlan
 from ggufstream.ranges import Range
 
 __all__ = ["destinations", "flush", "pack", "staged_bytes", "staged_copies"]

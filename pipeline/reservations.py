@@ -10,7 +10,7 @@ from ggufstream.backends.arena import Arena
 from ggufstream.backends.base import Backend
 from ggufstream.backends.host_memory import HOST_MEMORY
 from ggufstream.errors import OutOfDeviceMemoryError
-from ggufstream.plan import Held, LoadPlan, MemoryNeed, check_fits, memory_needs
+from ggufstream.load_plan import Held, LoadPlan, MemoryNeed, check_fits, memory_needs
 
 __all__ = ["Claim", "Promised", "Reservations"]
 

@@ -17,10 +17,10 @@ from ggufstream.backends.base import Backend, Capabilities, Slice
 from ggufstream.decode import DECODABLE
 from ggufstream.errors import OptionError, UnreadableFileError
 from ggufstream.gguf_file import Shard
+from ggufstream.load_plan import LoadPlan, PlanEntry
 from ggufstream.options import Intent, PageCacheMode, Placement, RowStrategy
 from ggufstream.pages import Residency, filesystem_type, page_span
 from ggufstream.placements import decodes_rows, map_limit
-from ggufstream.plan import LoadPlan, PlanEntry
 from ggufstream.read import NETWORK
 from ggufstream.report import RowsReport
 from ggufstream.row_files import TableFile

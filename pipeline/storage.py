@@ -17,7 +17,7 @@ from ggufstream.errors import ClosedError, FileChangedError, OptionError
 from ggufstream.file_bytes import read_exactly
 from ggufstream.gguf_file import FileIdentity, FileIndex
 from ggufstream.layouts import Bytes
-from ggufstream.plan import LoadPlan, PlanEntry
+from ggufstream.load_plan import LoadPlan, PlanEntry
 from ggufstream.read import MappedSource
 from ggufstream.row_tables import RowTables, slices_of
 from ggufstream.threads import clean_up_in_thread, in_thread, uninterrupted

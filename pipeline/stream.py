@@ -35,8 +35,8 @@ from ggufstream.budget import ByteBudget
 from ggufstream.errors import OutOfHostMemoryError
 from ggufstream.events import ArenaGrown, Event, Progress, RangeMoved, Sampled, StageTime, TensorReady
 from ggufstream.layouts import Bytes
+from ggufstream.load_plan import LoadPlan
 from ggufstream.pages import PAGE, CacheLook, rss_bytes
-from ggufstream.plan import LoadPlan
 from ggufstream.probe import LoopProbe
 from ggufstream.ranges import Range
 from ggufstream.read import Source

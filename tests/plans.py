@@ -18,9 +18,10 @@ from ggufstream.ggml_types import BY_NAME, GGMLType
 from ggufstream.gguf_file import FileIdentity, FileIndex, Shard
 from ggufstream.gguf_layout import TensorInfo
 from ggufstream.layouts import Bytes, Layout
+from ggufstream.load_plan import LoadPlan
 from ggufstream.options import LoadOptions
 from ggufstream.pages import PAGE
-from ggufstream.plan import LoadPlan, make_plan
+from ggufstream.plan import make_plan
 
 __all__ = ["Device", "Spec", "chill", "disk_folder", "index_of", "plan_of", "replace_index", "warm", "write_file"]
 

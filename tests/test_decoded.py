@@ -22,8 +22,9 @@ from ggufstream.errors import FileChangedError, OutOfDeviceMemoryError, Unsuppor
 from ggufstream.ggml_types import GGMLType
 from ggufstream.gguf_file import FileIndex
 from ggufstream.layouts import Layout
+from ggufstream.load_plan import LoadPlan, check_fits, memory_needs
 from ggufstream.options import LoadOptions, Placement
-from ggufstream.plan import LoadPlan, check_fits, make_plan, memory_needs
+from ggufstream.plan import make_plan
 from tests.plans import Device, Spec, index_of, plan_of
 from tests.small_models import TensorSpec, write_model
 from tests.weights import relative_difference

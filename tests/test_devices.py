@@ -25,8 +25,9 @@ from ggufstream.backends.testing import BackendConformance
 from ggufstream.backends.vulkan import VulkanBackend
 from ggufstream.errors import DeviceLostError, OptionError, OutOfDeviceMemoryError, UnsupportedByDeviceError
 from ggufstream.events import LoadCancelled, LoadFinished
+from ggufstream.load_plan import LoadPlan, check_fits
 from ggufstream.pages import PAGE, Residency, page_span
-from ggufstream.plan import LoadPlan, check_fits, make_plan
+from ggufstream.plan import make_plan
 from tests.plans import Device, Spec, chill, disk_folder, index_of, plan_of, warm
 from tests.small_models import TensorSpec, write_model
 from tests.test_cancel_and_faults import RANGE, At, CancelAt, nothing_is_left

@@ -22,8 +22,8 @@ from ggufstream.errors import OptionError, OutOfDeviceMemoryError, UnsupportedBy
 from ggufstream.ggml_types import BY_ID, GGMLType
 from ggufstream.gguf_file import FileIndex
 from ggufstream.layouts import Layout, Planar, Raw
+from ggufstream.load_plan import DEVICE, HOST, LoadPlan, PlanEntry, check_fits
 from ggufstream.options import LazyMode, Placement
-from ggufstream.plan import DEVICE, HOST, LoadPlan, PlanEntry, check_fits
 from tests.plans import Device, Spec, index_of, plan_of
 
 ROOT = Path(__file__).parents[1]

@@ -24,9 +24,9 @@ from ggufstream.errors import FileChangedError, TruncatedFileError, UnreadableFi
 from ggufstream.file_bytes import read_exactly
 from ggufstream.gguf_file import FileIndex, Shard
 from ggufstream.layouts import Bytes
+from ggufstream.load_plan import DEVICE, LoadPlan
 from ggufstream.options import IOMode
 from ggufstream.pages import PAGE, Residency, filesystem_type
-from ggufstream.plan import DEVICE, LoadPlan
 from ggufstream.ranges import Piece, Range
 from ggufstream.read import Choice, DirectSource, MappedSource, PreadSource, Source, choose_io, open_source
 from tests.plans import Spec, disk_folder, index_of, plan_of, replace_index, write_file

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from ggufstream.backends.base import Backend
 from ggufstream.backends.host_memory import anonymous_memory
 from ggufstream.gguf_file import Shard
+from ggufstream.load_plan import LoadPlan
 from ggufstream.options import IOMode, PageCacheMode, Placement
 from ggufstream.pages import PAGE, Residency, page_span
-from ggufstream.plan import LoadPlan
 from ggufstream.read import Choice, Source, open_source
 from ggufstream.release import Releaser
 from tests.plans import Device, Spec, chill, disk_folder, index_of, plan_of, warm, write_file

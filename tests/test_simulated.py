@@ -28,9 +28,9 @@ from ggufstream.errors import (
 )
 from ggufstream.ggml_types import BY_ID, BY_NAME
 from ggufstream.layouts import Bytes, Extent, Planar, Raw
+from ggufstream.load_plan import DEVICE, LoadPlan
 from ggufstream.loader import load
 from ggufstream.pages import PAGE
-from ggufstream.plan import DEVICE, LoadPlan
 from ggufstream.ranges import Range
 from ggufstream.repack import destinations, flush, pack, staged_bytes, staged_copies
 from ggufstream.upload import InFlight, SlabPool, Uploads

@@ -10,9 +10,10 @@ import pytest
 from ggufstream.backends.base import Capabilities
 from ggufstream.backends.cpu import CpuBackend
 from ggufstream.layouts import X8
+from ggufstream.load_plan import LoadPlan
 from ggufstream.loader import load
 from ggufstream.options import LoadOptions
-from ggufstream.plan import LoadPlan, make_plan
+from ggufstream.plan import make_plan
 from ggufstream.verification import verify
 from tests.plans import Spec, index_of
 from tests.small_models import write_model
