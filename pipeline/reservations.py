@@ -118,7 +118,9 @@ class Reservations:
         self.leave(claim)
 
     def _first(self, memory: str) -> Claim | None:
-        return min((claim for claim in self._waiting if claim.lacks == memory), key=lambda claim: claim.rank(), default=None)
+        return min(
+            (claim for claim in self._waiting if claim.lacks == memory), key=lambda claim: claim.rank(), default=None
+        )
 
     async def turn(self, claim: Claim, memory: str, since: anyio.Event) -> None:
         """Wait until memory was freed after ``since`` was ``changed``, and nobody who waits for the same comes first."""
