@@ -80,7 +80,9 @@ class DeviceRows:
 
     async def aclose(self) -> None:
         """Free the memory. A second call does nothing."""
-        await clean_up_in_thread(self._close)
+        if self._lease.is_open:  # else the end of the model frees it
+            with self._lease.in_use():
+                await clean_up_in_thread(self._close)
 
     def _close(self) -> None:
         with self._lock:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ggufstream.backends.base import Backend, Slice
 from ggufstream.device_rows import DeviceRows, rows_on_device
-from ggufstream.errors import OptionError, UnsupportedByDeviceError
+from ggufstream.errors import GGUFStreamError, OptionError, OutOfHostMemoryError, UnsupportedByDeviceError
 from ggufstream.ggml_types import GGMLType
 from ggufstream.layouts import Bytes, Extent, Layout
 from ggufstream.load_plan import PlanEntry
@@ -270,7 +270,7 @@ class Weight:
             RowIndexError: The table has no such row. Also an ``IndexError``.
             OptionError: The ids are not whole numbers, the weight is no table, or ``into`` no device of the model.
             FileError: The rows cannot be read any more, for instance of a file that was cut.
-            DeviceError: The device cannot give them back, or, with ``into``, has no memory for them.
+            DeviceError: The device cannot give them back, or host memory does not suffice, or, with ``into``, has no memory for them.
             ClosedError: The model is closed.
         """
         if into is None:
@@ -291,9 +291,16 @@ class Weight:
             return self._storage.tables.table(self._entry).request(ids, prefetch=prefetch)
 
         with self._lease.in_use():
-            request = await in_thread(begin)
-            while request.more:  # a hop for each batch, so that cancelling need not wait for all
-                await in_thread(request.step)
+            try:
+                request = await in_thread(begin)
+                while request.more:  # a hop for each batch, so that cancelling need not wait for all
+                    await in_thread(request.step)
+            except MemoryError as error:
+                if isinstance(error, GGUFStreamError):
+                    raise
+                raise OutOfHostMemoryError(
+                    f"no host memory for these rows of {self.name}", backend="host", remedy="Ask for fewer rows at once"
+                ) from None
         return request
 
     def __repr__(self) -> str:

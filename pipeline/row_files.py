@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -107,8 +107,11 @@ class TableFile:
         )
 
     @contextmanager
-    def evicting(self, descriptor: int, runs: Runs) -> Iterator[None]:
+    def evicting(self, descriptor: int, runs: Runs, unmap: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Evict what these runs, in whole pages, bring into the page cache within this block.
+
+        ``unmap`` takes all pages of the table out of a mapping: populating one maps its neighbours, too, and a page that
+        is mapped is not evicted.
 
         A call for each run costs far more than one for all of the table, so that is what is done where few pages
         stay; it waits until no other batch is between asking for its pages and having them, but not for ever.
@@ -128,10 +131,16 @@ class TableFile:
                 if due:
                     self._brought = 0
             if self._stretches is None:
+                unmap()
                 self._evict_runs(descriptor, runs)
             elif due:
-                for first, last in self._stretches:
-                    evict(descriptor, first, last)
+                unmap()
+                self.evict_rest(descriptor)
+
+    def evict_rest(self, descriptor: int) -> None:
+        """Evict whatever is in the page cache and was not before, where few pages stay."""
+        for first, last in self._stretches or ():
+            evict(descriptor, first, last)
 
     def _evict_runs(self, descriptor: int, runs: Runs) -> None:
         assert self._kept_before is not None

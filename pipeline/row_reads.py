@@ -22,7 +22,18 @@ from ggufstream.layouts import Bytes
 from ggufstream.pages import PAGE, advise
 from ggufstream.row_cache import Ids
 
-__all__ = ["MADV_RANDOM", "MADV_WILLNEED", "READERS", "AsyncReads", "Readers", "Runs", "advise_runs", "gather", "merge"]
+__all__ = [
+    "MADV_RANDOM",
+    "MADV_WILLNEED",
+    "READERS",
+    "AsyncReads",
+    "Readers",
+    "Runs",
+    "advise_runs",
+    "copy_runs",
+    "gather",
+    "merge",
+]
 
 READERS = 16
 """Reads in flight: enough to keep a solid-state disk busy, and few enough to be cheap."""
@@ -107,6 +118,41 @@ def advise_runs(memory: Bytes, runs: Runs, advice: int) -> None:
     done = _advise_at_once(vectors, advice)
     for first, last in zip(runs.first[done:].tolist(), runs.last[done:].tolist(), strict=True):
         advise(memory[first:last], advice)
+
+
+def copy_runs(memory: Bytes, runs: Runs, target: Bytes) -> int:
+    """Copy runs of ``memory``, whose byte 0 is byte 0 of the runs, one after the other into ``target``.
+
+    The kernel copies (``process_vm_readv``, of this very process): where a file that is mapped there was cut, it stops,
+    and nobody is sent a signal.
+
+    Returns:
+        The bytes that were copied; less than all where a page could not be had.
+
+    Raises:
+        OSError: The system does not let a process read itself so.
+    """
+    remote = np.empty((runs.first.size, 2), np.uint64)
+    remote[:, 0] = memory.ctypes.data + runs.first
+    remote[:, 1] = runs.nbytes
+    process, done = os.getpid(), 0
+    for first in range(0, len(remote), _IOV_MAX):
+        part = remote[first : first + _IOV_MAX]
+        wanted = int(part[:, 1].sum())
+        local = np.array([[target.ctypes.data + done, wanted]], np.uint64)
+        arguments = (ctypes.c_void_p(local.ctypes.data), 1, ctypes.c_void_p(part.ctypes.data), len(part), 0)
+        call = _libc.process_vm_readv
+        call.restype = ctypes.c_ssize_t
+        count = int(call(ctypes.c_int(process), *arguments))
+        if count < 0:
+            number = ctypes.get_errno()
+            if number != errno.EFAULT:
+                raise OSError(number, os.strerror(number))
+            return done
+        done += count
+        if count < wanted:
+            return done
+    return done
 
 
 def _advise_at_once(vectors: npt.NDArray[np.uint64], advice: int) -> int:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from ggufstream.backends.base import Backend, Chunk, Slice
 from ggufstream.backends.gather import rows_by_slice, rows_in_memory
 from ggufstream.errors import OutOfDeviceMemoryError
+from ggufstream.file_bytes import read_error
 from ggufstream.ggml_types import BY_NAME
 from ggufstream.gguf_layout import TensorInfo
 from ggufstream.layouts import Bytes
@@ -117,6 +118,10 @@ class SliceRows(RowSource):
                 if error.errno != errno.EINVAL and os.fstat(table.descriptor).st_size < needed:
                     raise table.truncated(table.descriptor, needed) from None
                 table.check_unchanged(table.descriptor)
+                if error.errno != errno.EINVAL:  # that is a kernel before 5.14, which cannot be asked
+                    raise read_error(
+                        error, file=table.shard.path, tensor=table.tensor.name, offset=int(part.offset)
+                    ) from None
 
 
 def _view(chunk: Chunk) -> Bytes:

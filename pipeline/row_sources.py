@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +30,7 @@ from ggufstream.pages import MADV_DONTNEED, MADV_POPULATE_READ, PAGE, advise, pa
 from ggufstream.placements import cut_rows, map_limit
 from ggufstream.row_cache import Ids
 from ggufstream.row_files import BATCH_BYTES, TableFile
-from ggufstream.row_reads import MADV_RANDOM, MADV_WILLNEED, AsyncReads, Runs, advise_runs, gather
+from ggufstream.row_reads import MADV_RANDOM, MADV_WILLNEED, AsyncReads, Runs, advise_runs, copy_runs, gather
 
 __all__ = ["DeviceReadRows", "DirectRows", "FileRows", "MappedRows", "PreadRows", "RowSource"]
 
@@ -92,6 +93,9 @@ class FileRows(RowSource):
         self.table = table
         self.reason = reason
 
+    def _failed(self, error: OSError, offset: int) -> UnreadableFileError:
+        return read_error(error, file=self.table.shard.path, tensor=self.table.tensor.name, offset=offset)
+
 
 class PreadRows(FileRows):
     """``pread``: several threads read through the page cache, without read-ahead."""
@@ -147,9 +151,6 @@ class PreadRows(FileRows):
             read_exactly(self._descriptor, memory[count:], offset + count, file=path, tensor=name)
         except TruncatedFileError:
             raise table.truncated(self._descriptor, offset + memory.size) from None
-
-    def _failed(self, error: OSError, offset: int) -> UnreadableFileError:
-        return read_error(error, file=self.table.shard.path, tensor=self.table.tensor.name, offset=offset)
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -242,8 +243,9 @@ class DirectRows(PreadRows):
 class MappedRows(FileRows):
     """``mapped``: one advice brings the pages of all rows in at once; they are copied out and given back.
 
-    Only the table is mapped. A page is never touched before the kernel has populated it, which is an error and not a
-    signal where the file was cut.
+    Only the table is mapped. The kernel copies rows out of it: where the file was cut, that is an error and not a signal.
+    Where a system forbids that, rows are touched as soon as the kernel has populated their pages, and a file that is cut
+    between the two is a signal.
     """
 
     strategy = "mapped"
@@ -272,11 +274,34 @@ class MappedRows(FileRows):
                 remedy="Use another row strategy, pread for instance",
             ) from None
         self._bytes: Bytes | None = np.frombuffer(mapping, np.uint8)
+        self._kernel_copies = True
         advise(self._bytes, MADV_RANDOM)
 
     def fetch(self, ids: Ids) -> npt.NDArray[np.uint8]:
+        row_bytes = self.table.tensor.row_bytes
         with self._resident(ids) as (memory, runs):
-            return gather(memory, runs.begin - self._origin, self.table.tensor.row_bytes)
+            if not self._kernel_copies:
+                return gather(memory, runs.begin - self._origin, row_bytes)
+            exact = self.table.merge(ids)
+            places, rows = exact.places()
+            target = np.empty(int(exact.nbytes.sum()), np.uint8)
+            shifted = exact._replace(first=exact.first - self._origin, last=exact.last - self._origin)
+            try:
+                copied = copy_runs(memory, shifted, target)
+            except OSError:
+                self._kernel_copies = False
+                return gather(memory, runs.begin - self._origin, row_bytes)
+            if copied < target.size:
+                self._missing(int(exact.first[np.searchsorted(places, copied, "right") - 1]), int(exact.last[-1]))
+        if target.size == ids.size * row_bytes:  # nothing between the rows
+            return target.reshape(ids.size, row_bytes)
+        return gather(target, rows, row_bytes)
+
+    def _missing(self, offset: int, end: int) -> NoReturn:
+        """A page at ``offset`` of the file could not be had."""
+        if os.fstat(self._descriptor).st_size < end:
+            raise self.table.truncated(self._descriptor, end)
+        raise self._failed(OSError(errno.EIO, os.strerror(errno.EIO)), offset)
 
     @contextmanager
     def _resident(self, ids: Ids) -> Iterator[tuple[Bytes, Runs]]:
@@ -284,7 +309,7 @@ class MappedRows(FileRows):
         assert self._bytes is not None, "used after close()"
         runs = self.table.merge(ids).paged()
         shifted = runs._replace(first=runs.first - self._origin, last=runs.last - self._origin)
-        with self.table.evicting(self._descriptor, runs):
+        with self.table.evicting(self._descriptor, runs, self._unmap):
             try:
                 with suppress(OSError):  # an advice; what it could not do, populating does
                     advise_runs(self._bytes, shifted, MADV_WILLNEED)
@@ -294,6 +319,10 @@ class MappedRows(FileRows):
                 advise_runs(self._bytes, shifted, MADV_DONTNEED)
         self.table.check_unchanged(self._descriptor)
         self._count(runs.first.size, int(runs.nbytes.sum()))
+
+    def _unmap(self) -> None:
+        assert self._bytes is not None
+        advise(self._bytes, MADV_DONTNEED)
 
     def _populate(self, shifted: Runs, runs: Runs) -> None:
         assert self._bytes is not None
@@ -320,14 +349,19 @@ class MappedRows(FileRows):
         return int(shifted.first[0])  # it is over; any will do
 
     def close(self) -> None:
-        self._bytes = None
+        if self._bytes is not None:
+            self._unmap()
+            self._bytes = None
         if self._descriptor >= 0:
+            self.table.evict_rest(self._descriptor)
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 class DeviceReadRows(MappedRows):
     """``device-read``: the device reads the mapped pages itself, so that rows for it are never copied here.
+
+    They are populated first; on a software device a file that is cut between that and its reading them is a signal.
 
     Args:
         table: The table.

@@ -10,6 +10,7 @@ import operator
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -298,16 +299,19 @@ class Request:
 def checked(tensor: TensorInfo, ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
     """The ids as an array, each a row of the table. Raises as ``RowTable.request``."""
     try:
-        array = np.asarray(ids)
+        array = np.array(ids)  # a copy: what is checked is what is used, whatever the caller does with his meanwhile
+        if array.dtype.kind in "Of" and not hasattr(ids, "dtype"):  # numpy makes this of whole numbers beyond 64 bits
+            numbers = np.array(ids, object)
+            with suppress(TypeError):  # they are no whole numbers; said below
+                whole = [operator.index(number) for number in numbers.flat]
+                outside = next((number for number in whole if not 0 <= number < tensor.rows), None)
+                if outside is not None:
+                    raise _no_such_row(tensor, outside)
+                array = np.array(whole, np.int64).reshape(numbers.shape)
     except (ValueError, TypeError, OverflowError) as error:
         raise OptionError(f"the ids of rows of {tensor.name} are no array ({error})") from None
     if array.size == 0:
-        return array.astype(np.int64)
-    if array.dtype.kind in "Of" and not hasattr(ids, "dtype"):  # numpy makes this of whole numbers beyond 64 bits
-        numbers = np.asarray(ids, object).flat
-        outside = next((i for i in numbers if isinstance(i, int) and not 0 <= i < tensor.rows), None)
-        if outside is not None:
-            raise _no_such_row(tensor, outside)
+        return np.empty(array.shape, np.int64)
     if array.dtype.kind not in "iu":
         raise OptionError(
             f"the ids of rows of {tensor.name} are of type {array.dtype}", remedy="Give whole numbers, such as int64"
@@ -315,7 +319,7 @@ def checked(tensor: TensorInfo, ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
     for outlier in (array.min(), array.max()):
         if not 0 <= operator.index(outlier) < tensor.rows:
             raise _no_such_row(tensor, operator.index(outlier))
-    return array.astype(np.int64)
+    return array.astype(np.int64, copy=False)
 
 
 def _no_such_row(tensor: TensorInfo, row: int) -> RowIndexError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import anyio
@@ -238,8 +238,9 @@ class Lease:
 
     def free(self) -> None:
         """Free what calls have handed out; none is running. Blocks."""
-        while self.chunks:
-            self.chunks.pop().close()
+        with suppress(KeyError):  # the last
+            while True:
+                self.chunks.pop().close()
 
     def statistics(self) -> dict[str, Any]:
         """Those of the storage, the calls that run under this lease, and device memory that they have handed out."""

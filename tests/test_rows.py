@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -49,7 +50,7 @@ from ggufstream.options import Intent
 from ggufstream.pages import PAGE, Residency, page_span
 from ggufstream.row_cache import Ids, RowCache
 from ggufstream.row_files import TableFile
-from ggufstream.row_reads import AsyncReads, Readers, merge
+from ggufstream.row_reads import AsyncReads, Readers, copy_runs, gather, merge
 from ggufstream.row_slices import SliceRows
 from ggufstream.row_sources import RowSource
 from ggufstream.row_tables import open_rows
@@ -1276,3 +1277,54 @@ def test_a_table_without_a_decoder_on_the_command_line(
     code, found = ggufstream_cli(capfd, verb, path, "--backend", "cpu", "--select", "per_layer|output_norm")
     assert code == 3
     assert (found["error"]["type"], found["error"]["tensor"]) == ("UnsupportedFileError", TABLE)
+
+
+# Found by trying to break them.
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_tasks_beside_each_other_leave_no_pages_either(tmp_path: Path) -> None:
+    """Populating a page maps its neighbours, among them pages of others that have given theirs back."""
+    path = tmp_path / "table.gguf"
+    write_model(path, [(TABLE, "Q8_0", (1024, 30_000)), ("blk.0.attn_q.weight", "F32", (256, 4))])
+    make_cold(path)
+    random = np.random.default_rng(0)
+    async with await ggufstream.load(
+        path, backend="cpu", lazy="on", row_strategy="mapped", row_cache_bytes=0, page_cache="auto"
+    ) as model:
+        for _ in range(10):
+            await asyncio.gather(*(model.rows(TABLE, random.integers(0, 30_000, 100)) for _ in range(6)))
+        assert cached_pages(path, model.index.tensor(TABLE)) == 0
+
+
+def test_ids_are_those_that_were_given(wide: Path) -> None:
+    """Whatever the caller does with his array while rows are on their way."""
+    ids = np.arange(64, dtype=np.int64)
+    with table_of(wide, "pread") as table:
+        request = table.request(ids)
+        ids[:] = 1 << 60
+        while request.more:
+            request.step()
+        assert_rows(request.result, wide, TABLE, np.arange(64))
+
+
+def test_whole_numbers_of_several_kinds_are_whole(wide: Path) -> None:
+    with table_of(wide, "pread") as table:
+        for ids in ([np.uint64(5), np.int64(3)], [np.uint64(5), 3], [[np.int8(1)], [np.uint64(2)]]):
+            assert_rows(ask(table, ids), wide, TABLE, np.array(ids, np.int64))
+
+
+def test_the_kernel_copies_up_to_where_a_mapped_file_ends(tmp_path: Path) -> None:
+    """No signal, as touching the pages would bring."""
+    path = tmp_path / "file"
+    content = np.random.default_rng(0).integers(0, 256, 8 * PAGE, np.uint8)
+    path.write_bytes(content.tobytes())
+    with path.open("r+b") as file:
+        memory = np.frombuffer(mmap.mmap(file.fileno(), 8 * PAGE, prot=mmap.PROT_READ), np.uint8)
+        runs = merge(np.arange(0, 16, 3), offset=0, row_bytes=PAGE // 2)
+        target = np.zeros(int(runs.nbytes.sum()), np.uint8)
+        assert copy_runs(memory, runs, target) == target.size
+        assert np.array_equal(gather(target, runs.places()[1], PAGE // 2), content.reshape(16, -1)[::3])
+        file.truncate(2 * PAGE)
+        assert copy_runs(memory, runs, target) < target.size
