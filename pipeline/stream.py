@@ -117,8 +117,8 @@ class Stream:
         """Staging budget that ranges under way hold, by index."""
         self._spare: Counter[Kind] = Counter()
         """Staging budget that finished ranges have left for the next of their kind, with their slabs."""
-        self._waiting: Kind | None = None
-        """Of the range that waits for budget."""
+        self._waiting: tuple[Kind, int] | None = None
+        """The range that waits for budget: its kind, and how much."""
         self._times: dict[int, list[StageTime]] = {}
         """Of the ranges under way, by index."""
         self._submitted: dict[int, float] = {}
@@ -251,7 +251,7 @@ class Stream:
             self._spare[kind] -= nbytes
         else:
             await self._give_spare()
-            self._waiting = kind
+            self._waiting = kind, nbytes
             await self._budget.acquire(nbytes, owner=self)
             self._waiting = None
         self._charged[part.index] = nbytes
@@ -413,16 +413,23 @@ class Stream:
                 for finished in batch:
                     self._spare[self._kind(finished)] += self._charged.pop(finished.index)
                     self._moved(finished)
-                waiting, kind = self._budget.next, self._waiting
-                if waiting is self and kind is not None and set(+self._spare) == {kind}:
-                    self._budget.release(self._spare.pop(kind))  # the slabs stay for the range that waits
-                elif waiting is not None or not self._feeding:
-                    await self._give_spare()
+                await self._pass_on()
                 if time.perf_counter() - self._sampled_at >= SAMPLE_SECONDS:
                     self._sample()
         await self._hop(self._finish)
         self._sample()
         self._probing.cancel()
+
+    async def _pass_on(self) -> None:
+        """What finished ranges have left goes to whoever waits: with its slabs to a range of the same kind here."""
+        following = self._budget.next
+        if following is self and self._waiting is not None and set(+self._spare) == {self._waiting[0]}:
+            kind, wanted = self._waiting
+            given = min(wanted, self._spare[kind])  # no more, or slabs would stay that nobody accounts for
+            self._spare[kind] -= given
+            self._budget.release(given)
+        elif following is not None or not self._feeding:
+            await self._give_spare()
 
     def _drop(self, batch: Sequence[Range]) -> None:
         self._measure_rss()

@@ -22,7 +22,7 @@ from ggufstream.errors import FileChangedError, OutOfDeviceMemoryError, Unsuppor
 from ggufstream.ggml_types import GGMLType
 from ggufstream.gguf_file import FileIndex
 from ggufstream.layouts import Layout
-from ggufstream.load_plan import LoadPlan, check_fits, memory_needs
+from ggufstream.load_plan import Held, LoadPlan, check_fits, memory_needs
 from ggufstream.options import LoadOptions, Placement
 from ggufstream.plan import make_plan
 from tests.plans import Device, Spec, index_of, plan_of
@@ -233,7 +233,7 @@ def test_what_others_were_promised_is_no_room() -> None:
     need = next(need for need in memory_needs(plan_of(index, backend)) if need.available == 1 << 30)
 
     def decoded(promised: int) -> int:
-        held = {need.key: {"another load": promised}}
+        held = {need.key: {"another load": Held(promised, promised)}}
         load_plan = make_plan(index, backends=[backend], options=LoadOptions(), held=held)
         return sum(entry.is_decoded for entry in load_plan.entries)
 

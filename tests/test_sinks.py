@@ -105,6 +105,7 @@ def whole_load(end: Event | None = None, *, file: str = "m.gguf", fallbacks: Any
 @pytest.fixture
 def records() -> Iterator[list[dict[str, Any]]]:
     """Everything that structlog gets, as an application that has configured it sees it."""
+    structlog.reset_defaults()  # whatever a test before has configured
     with structlog.testing.capture_logs(processors=[structlog.contextvars.merge_contextvars]) as captured:
         yield captured  # type: ignore[misc] # structlog types a record as MutableMapping
     structlog.reset_defaults()
