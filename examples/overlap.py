@@ -1,5 +1,8 @@
 """Compute while the model still loads: the first token is there soon after the last layer is.
 
+It shows where loading takes longer than computing: a large model, a cold file, a slow disk. A small model out of the page
+cache is all on the device before the first layer is computed.
+
     python examples/overlap.py MODEL.gguf [BACKEND]
 
 Ranges go out in layer order, so a forward pass follows the load layer by layer: ``await job.ready(r"^blk\\.0\\.")``

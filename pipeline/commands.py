@@ -354,6 +354,8 @@ def rows(
     numbers = _row_numbers(ids)
     changes = {name: value for name, value in given.items() if value is not None}
     options = LoadOptions.from_environment().replace(backend="cpu", **changes)
+    if options.row_strategy == "device-read":
+        raise OptionError("row_strategy=device-read needs a device, and rows uses none", remedy="Choose another")
     configure_logging(log_format, verbose)
     found = run_interruptible(lambda: _rows(file, tensor, numbers, options))
     if as_json:
@@ -377,6 +379,8 @@ def _row_numbers(texts: Sequence[str]) -> list[int]:
         if match is None:
             raise OptionError(f"{text!r} is no row number", remedy="Write them like 3 17 20-25")
         first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise OptionError(f"{text!r} runs backwards", remedy=f"Write {last}-{first}")
         if last - first >= _MOST_ROWS - len(numbers):
             raise OptionError(f"{text} and what is before are too many rows", remedy=f"At most {_MOST_ROWS:,} at once")
         numbers.extend(range(first, last + 1))

@@ -33,6 +33,7 @@ that a program need not parse the text. The class decides the exit code of the c
 
 from __future__ import annotations
 
+import errno
 import os
 from typing import ClassVar
 
@@ -120,7 +121,12 @@ class FileError(GGUFStreamError):
 
 
 class MissingFileError(FileError, FileNotFoundError):
-    """The path, or a shard that the header promises, does not exist."""
+    """The path, or a shard that the header promises, does not exist. ``errno`` and ``filename`` as of an ``OSError``."""
+
+    def __init__(self, what: str, *, file: str | os.PathLike[str], remedy: str = "") -> None:
+        super().__init__(what, file=file, remedy=remedy)
+        self.errno = errno.ENOENT
+        self.filename = self.file
 
 
 class UnreadableFileError(FileError, OSError):

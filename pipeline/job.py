@@ -126,11 +126,18 @@ class SharedLoad:
                 self.arrived.add(event.tensor)
             case Planned():
                 self._decided()
+                self.progress = replace(
+                    self.progress, bytes_total=event.bytes_total, tensors_total=self._streamed_tensors()
+                )
         if type(event) in _STAGES:
             self.progress = replace(self.progress, stage=_STAGES[type(event)])
         self._broadcast(event)
         for job in tuple(self.jobs):
             job.tell(event)
+
+    def _streamed_tensors(self) -> int:
+        assert self.storage is not None
+        return sum(1 for entry in self.storage.plan.entries if entry.slices)
 
     def _decided(self) -> None:
         assert self.storage is not None

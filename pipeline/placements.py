@@ -162,7 +162,7 @@ class Decider:
                     raise OptionError(
                         f"override {override.pattern.pattern!r} leaves {tensor.name} in the file, but it is wanted as "
                         f"{role.intent}, not only by row",
-                        remedy="Choose HOST, or give it the intent LOOKUP",
+                        remedy="Choose HOST, or give it the intent LOOKUP (in Python: intents={name: Intent.LOOKUP})",
                     )
                 return Decision(placement=Placement.ROWS, layout=Raw(), reason=because)
             case _:

@@ -117,7 +117,7 @@ class RowTables:
                 )
             raise OptionError(
                 f"{name} is no lookup table, but wanted as {entry.intent}",
-                remedy="Load it with the intent LOOKUP to read its rows",
+                remedy="Load it with intents={name: Intent.LOOKUP} to read its rows",
             )
         with self._opening:
             if name not in self._tables:

@@ -548,11 +548,29 @@ async def test_readers_see_the_job_from_the_beginning_to_the_end(path: Path) -> 
         ]
         done = [event.bytes_done for event in events if isinstance(event, Progress)]
         assert done == sorted(done)
+        totals = {(job.progress.bytes_total, job.progress.tensors_total)}
+        assert {(e.bytes_total, e.tensors_total) for e in events if isinstance(e, Progress)} == totals
         assert done[-1] == job.progress.bytes_total
         # A late one is told what mattered.
         late = [type(event) async for event in job.events()]
         assert late == [LoadStarted, HeaderRead, Planned, Progress, LoadFinished]
         await (await job).aclose()
+
+
+@pytest.mark.asyncio
+async def test_totals_are_known_as_soon_as_the_plan_is(path: Path) -> None:
+    """Whoever divides by them while it streams."""
+    totals: list[tuple[str, int, int]] = []
+    async with Loader() as loader:
+
+        def sink(event: Event) -> None:
+            if isinstance(event, Planned):
+                totals.append((job.progress.stage, job.progress.bytes_total, job.progress.tensors_total))
+
+        job = loader.submit(path, backend="cpu", range_bytes=RANGE, sinks=[sink])
+        await (await job).aclose()
+    assert totals == [("stream", job.progress.bytes_total, job.progress.tensors_total)]
+    assert job.progress.bytes_total > 0
 
 
 @pytest.mark.asyncio

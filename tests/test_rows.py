@@ -1237,6 +1237,8 @@ def test_rows_on_the_command_line(wide: Path) -> None:
     [
         ((TABLE, "5000"), "has no row 5,000"),
         ((TABLE, "1-"), "no row number"),
+        ((TABLE, "5-2"), "runs backwards"),
+        ((TABLE, "1", "--rows", "device-read"), "needs a device"),
         ((TABLE, "0-99999999"), "too many"),
         (("per_layer", "1"), "no tensor"),
         ((TABLE,), "IDS"),
