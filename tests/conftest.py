@@ -12,6 +12,8 @@ import pytest
 import uvloop
 from blockbuster import BlockBuster, blockbuster_ctx
 
+from tests.fault_table import FaultTable, RecordFault, record_into
+
 ROOT = Path(__file__).parents[1]
 MODELS = ROOT / ".cache" / "models"
 
@@ -20,6 +22,21 @@ os.environ.setdefault("GGUFSTREAM_VULKAN_VALIDATION", "1")
 # What a developer has set for the command line must not change what is tested.
 for _name in [name for name in os.environ if name.startswith("GGUFSTREAM_") and name != "GGUFSTREAM_VULKAN_VALIDATION"]:
     del os.environ[_name]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fault-table", type=Path, metavar="FILE", help="write what became of each injected fault")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # else pytest-xdist's workers: they report to the one that has it
+        config.pluginmanager.register(FaultTable(config.getoption("--fault-table"), ROOT / "tests" / "FAULTS.md"))
+
+
+@pytest.fixture
+def record_fault(record_property: Callable[[str, object], None]) -> RecordFault:
+    """Call it with each fault that was injected and what came of it: a row of tests/FAULTS.md."""
+    return record_into(record_property)
 
 
 def _model(name: str) -> Path:
