@@ -1,14 +1,17 @@
-"""The pipeline: feed → read and repack → upload → release, as tasks over bounded streams in one task group.
+"""The pipeline: feed → read and repack → upload → release, as threads between lanes, owned by one task group.
 
 ::
 
-    feed ──ranges──► workers ──packed──► settle ──done──► release
-     budget, arenas   read + repack,      wait for the     drop pages,
-                      submit (1 hop)      device's tickets return the budget
+    feed ──ranges──► workers ──packed──► settle ──arrived──► release
+     budget, arenas   read + repack,      wait for the        drop pages
+                      submit              device's tickets
+      ▲                                     │ progress          │ moved
+      └───────── budget ◄──────── tell ◄────┴───────────────────┘
 
-The event loop only passes ranges on. Everything that blocks runs in worker threads, one hop a range for reading,
-packing and submitting. What a thread takes (staging memory, tickets) it records before it returns: a cancelled task
-never sees the result of its hop, and nothing may be lost with it.
+The event loop decides which range goes next, counts the budget and tells what is done; it is woken for as many ranges
+as there are news of. All else happens in worker threads, which pass ranges on among themselves: a way through the event
+loop a range and a stage took more time than the stages. What a thread takes (staging memory, tickets) it records at
+once: however the stream ends, nothing may be lost.
 """
 
 from __future__ import annotations
@@ -25,7 +28,6 @@ from typing import Literal, TypeAlias, TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from ggufstream.backends.arena import Arena
 from ggufstream.backends.base import Backend
@@ -42,7 +44,7 @@ from ggufstream.ranges import Range
 from ggufstream.read import Source
 from ggufstream.release import Releaser
 from ggufstream.repack import destinations, flush, pack, staged_bytes, staged_copies
-from ggufstream.threads import clean_up_in_thread, in_thread
+from ggufstream.threads import Lane, Mailbox, clean_up_in_thread, in_thread
 from ggufstream.upload import InFlight, SlabPool, Uploads
 
 __all__ = ["Stream", "default_workers"]
@@ -56,6 +58,9 @@ Kind: TypeAlias = tuple[str, bool]
 
 SAMPLE_SECONDS = 0.02
 """Counters are sampled at most that often."""
+
+MEASURE_SECONDS = 0.002
+"""Memory is measured at most that often."""
 
 
 def default_workers(*, cached: float) -> int:
@@ -113,7 +118,7 @@ class Stream:
         """Staged ranges that are left, by device: the last one takes the device's staging memory with it."""
         self.staging_peak = 0
         """The most staging memory that was in use, of this load."""
-        self._charged: dict[int, int] = {}
+        self._charged: dict[int, tuple[Kind, int]] = {}
         """Staging budget that ranges under way hold, by index."""
         self._spare: Counter[Kind] = Counter()
         """Staging budget that finished ranges have left for the next of their kind, with their slabs."""
@@ -124,8 +129,11 @@ class Stream:
         self._submitted: dict[int, float] = {}
         """When the uploads in flight began, by index."""
         self._sampled_at = 0.0
+        self._measured_at = 0.0
+        self._moving = len(plan.ranges)
+        """Ranges that have not been through all stages."""
         self._feeding = True
-        # Growing, settling and releasing have a thread each, and one is to spare.
+        # Settling, releasing, growing and giving back have a thread each.
         self._threads_total = self.workers + 4
         self._threads = ThreadPoolExecutor(self._threads_total, thread_name_prefix="ggufstream")
         self._bytes_done = 0
@@ -136,6 +144,12 @@ class Stream:
         self._started = 0.0
         self._growing = anyio.Lock()
         self._probing = anyio.CancelScope()
+        self._window = anyio.Semaphore(2 * self.workers + 2, fast_acquire=True)
+        """Ranges under way: enough that no worker waits for the event loop."""
+        self._todo: Lane[Range] = Lane()
+        self._packed: Lane[Range] = Lane()
+        self._arrived: Lane[Range] = Lane()
+        self._news: Mailbox[tuple[Callable[[Range], None], Range]] = Mailbox()
 
     async def run(self) -> None:
         """Stream everything. Once; cancelling waits for threads and tickets in flight.
@@ -147,16 +161,12 @@ class Stream:
         try:
             await in_thread(self._start_threads)
             async with anyio.create_task_group() as tasks:
-                send_range, ranges = anyio.create_memory_object_stream[Range](0)
-                send_packed, packed = anyio.create_memory_object_stream[Range](self.workers)
-                send_done, done = anyio.create_memory_object_stream[Range](self.workers)
-                tasks.start_soon(self._feed, send_range, tasks)
+                tasks.start_soon(self._feed, tasks)
                 for _ in range(self.workers):
-                    tasks.start_soon(self._work, ranges.clone(), send_packed.clone())
-                ranges.close()
-                send_packed.close()
-                tasks.start_soon(self._settle, packed, send_done)
-                tasks.start_soon(self._release, done)
+                    tasks.start_soon(self._hop, self._work)
+                tasks.start_soon(self._hop, self._settle)
+                tasks.start_soon(self._hop, self._release)
+                tasks.start_soon(self._tell)
                 tasks.start_soon(self._measure)
         except BaseExceptionGroup as group:
             raise _first(group) from None
@@ -164,7 +174,7 @@ class Stream:
             try:
                 await clean_up_in_thread(self._close)
             finally:
-                self._budget.release(sum(self._charged.values()) + self._spare.total())
+                self._budget.release(self._charged_bytes + self._spare.total())
                 self._charged.clear()
                 self._spare.clear()
 
@@ -211,6 +221,10 @@ class Stream:
             times = self._times.setdefault(part.index, [])
             times.append(StageTime(stage, worker, started, time.perf_counter()))
 
+    @property
+    def _charged_bytes(self) -> int:
+        return sum(nbytes for _, nbytes in self._charged.values())
+
     def _pool(self, part: Range) -> SlabPool:
         """Staging memory for a range that is staged."""
         device = self._plan.arenas[part.arena].device
@@ -230,19 +244,20 @@ class Stream:
     def _is_verbatim(self, part: Range) -> bool:
         return all(self._plan.entries[piece.entry].layout.verbatim for piece in part.pieces)
 
-    async def _feed(self, ranges: MemoryObjectSendStream[Range], tasks: TaskGroup) -> None:
+    async def _feed(self, tasks: TaskGroup) -> None:
         """Send ranges out in order, each when the budget has room for it and its slices have memory."""
-        async with ranges:
-            for part in self._plan.ranges:
-                await self._charge(part)
-                arena = self._arenas[part.arena]
-                last = max(self._plan.entries[piece.entry].slices[piece.part].index for piece in part.pieces)
-                if arena.needs_growth(last):
-                    await self._grow(arena, last)
-                    # The next chunk is allocated while this one is filled.
-                    tasks.start_soon(self._grow, arena, arena.upcoming)
-                await ranges.send(part)
+        for part in self._plan.ranges:
+            await self._window.acquire()
+            await self._charge(part)
+            arena = self._arenas[part.arena]
+            last = max(self._plan.entries[piece.entry].slices[piece.part].index for piece in part.pieces)
+            if arena.needs_growth(last):
+                await self._grow(arena, last)
+                # The next chunk is allocated while this one is filled.
+                tasks.start_soon(self._grow, arena, arena.upcoming)
+            self._todo.put(part)
         self._feeding = False
+        self._todo.close()
 
     async def _charge(self, part: Range) -> None:
         """Wait for the staging memory of a range, and take it: what the last ones left, or from the budget."""
@@ -254,8 +269,8 @@ class Stream:
             self._waiting = kind, nbytes
             await self._budget.acquire(nbytes, owner=self)
             self._waiting = None
-        self._charged[part.index] = nbytes
-        self.staging_peak = max(self.staging_peak, sum(self._charged.values()) + self._spare.total())
+        self._charged[part.index] = kind, nbytes
+        self.staging_peak = max(self.staging_peak, self._charged_bytes + self._spare.total())
 
     def _kind(self, part: Range) -> Kind:
         """Ranges of a kind take the same slabs."""
@@ -292,11 +307,14 @@ class Stream:
                     )
                 )
 
-    async def _work(self, ranges: MemoryObjectReceiveStream[Range], packed: MemoryObjectSendStream[Range]) -> None:
-        async with ranges, packed:
-            async for part in ranges:
-                await self._hop(partial(self._process, part))
-                await packed.send(part)
+    def _work(self) -> None:
+        """Process ranges until there are no more. One thread each worker."""
+        while (part := self._todo.get()) is not None:
+            self._process(part)
+            if self._plan.is_staged(part):
+                self._packed.put(part)
+            else:
+                self._arrive(part)
 
     def _process(self, part: Range) -> None:
         """Read and pack one range, and submit its upload where it is staged. Runs in a thread."""
@@ -355,14 +373,18 @@ class Stream:
         with self._timed(part, "repack"):
             pack(part, self._plan, data, runs)
 
-    async def _settle(self, packed: MemoryObjectReceiveStream[Range], done: MemoryObjectSendStream[Range]) -> None:
-        """Wait for the device, in order of upload; tell what is ready."""
-        async with packed, done:
-            async for part in packed:
-                if self._plan.is_staged(part):
-                    await self._hop(partial(self._settle_one, part))
-                self._progress(part)
-                await done.send(part)
+    def _settle(self) -> None:
+        """Wait for the device, in order of upload. One thread."""
+        for _ in range(self._unsettled.total()):
+            if (part := self._packed.get()) is None:
+                return
+            self._settle_one(part)
+            self._arrive(part)
+
+    def _arrive(self, part: Range) -> None:
+        """The device has all bytes of a range."""
+        self._news.put((self._progress, part))
+        self._arrived.put(part)
 
     def _settle_one(self, part: Range) -> None:
         self._uploads.settle(part)
@@ -400,25 +422,33 @@ class Stream:
             )
         )
 
-    async def _release(self, done: MemoryObjectReceiveStream[Range]) -> None:
-        """Drop pages, as many ranges a hop as are done, and give their budget back."""
-        async with done:
-            await self._hop(self._measure_rss)
+    def _release(self) -> None:
+        """Drop the pages of what has arrived. One thread."""
+        for _ in self._plan.ranges:
+            if (part := self._arrived.get()) is None:
+                return
+            with self._timed(part, "release"):
+                self._releaser.release(part)
+            self._measure_memory()
+            self._news.put((self._moved, part))
+
+    async def _tell(self) -> None:
+        """Tell what is done, for as many ranges at once as there are, and give their budget back."""
+        try:
+            await self._hop(self._measure_memory)
             self._sample()
-            async for part in done:
-                batch = [part]
-                while done.statistics().current_buffer_used:
-                    batch.append(done.receive_nowait())
-                await self._hop(partial(self._drop, batch))
-                for finished in batch:
-                    self._spare[self._kind(finished)] += self._charged.pop(finished.index)
-                    self._moved(finished)
+            while self._moving:
+                for tell, part in await self._news.get():
+                    tell(part)
                 await self._pass_on()
                 if time.perf_counter() - self._sampled_at >= SAMPLE_SECONDS:
                     self._sample()
-        await self._hop(self._finish)
-        self._sample()
-        self._probing.cancel()
+            await self._hop(self._finish)
+            self._sample()
+            self._probing.cancel()
+        finally:
+            for lane in (self._todo, self._packed, self._arrived):
+                lane.stop()  # however this ends, no thread waits for more
 
     async def _pass_on(self) -> None:
         """What finished ranges have left goes to whoever waits: with its slabs to a range of the same kind here."""
@@ -431,18 +461,19 @@ class Stream:
         elif following is not None or not self._feeding:
             await self._give_spare()
 
-    def _drop(self, batch: Sequence[Range]) -> None:
-        self._measure_rss()
-        for part in batch:
-            with self._timed(part, "release"):
-                self._releaser.release(part)
-
-    def _measure_rss(self) -> None:
-        self._rss = rss_bytes()
-        self.rss_peak = max(self.rss_peak, self._rss)
-        self._cache.refresh()
+    def _measure_memory(self) -> None:
+        now = time.perf_counter()
+        if now >= self._measured_at + MEASURE_SECONDS:
+            self._measured_at = now
+            self._rss = rss_bytes()
+            self.rss_peak = max(self.rss_peak, self._rss)
+            self._cache.refresh()
 
     def _moved(self, part: Range) -> None:
+        kind, nbytes = self._charged.pop(part.index)
+        self._spare[kind] += nbytes
+        self._window.release()
+        self._moving -= 1
         self._emit(
             RangeMoved(
                 load_id=self._load_id,
@@ -460,7 +491,7 @@ class Stream:
             Sampled(
                 load_id=self._load_id,
                 at=self._sampled_at,
-                staging_bytes=sum(self._charged.values()),
+                staging_bytes=self._charged_bytes,
                 uploads=len(self._uploads),
                 allocated_bytes=sum(arena.allocated_bytes for arena in self._arenas.values()),
                 rss_bytes=self._rss,
@@ -470,7 +501,8 @@ class Stream:
         )
 
     def _finish(self) -> None:
-        self._measure_rss()
+        self._measured_at = 0.0
+        self._measure_memory()
         self._releaser.finish()
         for source in self._sources:
             source.check_unchanged()

@@ -1,4 +1,4 @@
-"""Blocking work in threads, for coroutines that may be cancelled at any moment.
+"""Blocking work in threads, for coroutines that may be cancelled at any moment; and how threads pass things on.
 
 A thread cannot be stopped. Whoever is cancelled while one works for it must wait for its end before freeing what it
 uses. anyio's shields hold off cancelled scopes, but not asyncio's own ``task.cancel()``, which timeouts and task groups
@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
-from typing import TypeVar
+from queue import SimpleQueue
+from typing import Generic, TypeVar
 
 import anyio
 import anyio.lowlevel
 
-__all__ = ["clean_up_in_thread", "in_thread", "uninterrupted"]
+__all__ = ["Lane", "Mailbox", "clean_up_in_thread", "in_thread", "uninterrupted"]
 
 _T = TypeVar("_T")
 
@@ -75,3 +77,55 @@ async def clean_up_in_thread(work: Callable[[], object]) -> None:
             if not todo:
                 raise  # by the work itself
             once()
+
+
+class Lane(Generic[_T]):
+    """A queue from threads to threads."""
+
+    def __init__(self) -> None:
+        self._items: SimpleQueue[_T | None] = SimpleQueue()
+        self._is_stopped = False
+
+    def put(self, item: _T) -> None:
+        """Never waits."""
+        self._items.put(item)
+
+    def get(self) -> _T | None:
+        """The next item. Blocks until there is one; ``None`` once the lane has ended, for everybody who asks."""
+        item = None if self._is_stopped else self._items.get()
+        if item is None:
+            self._items.put(None)
+        return item
+
+    def close(self) -> None:
+        """Nothing more will be put."""
+        self._items.put(None)
+
+    def stop(self) -> None:
+        """Nothing more shall be got."""
+        self._is_stopped = True
+        self.close()
+
+
+class Mailbox(Generic[_T]):
+    """A queue from threads to one task, which wakes up once for all that has come."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._items: deque[_T] = deque()
+        self._has_mail = asyncio.Event()
+        self._is_told = False
+
+    def put(self, item: _T) -> None:
+        """Never waits. From any thread, while the event loop runs."""
+        self._items.append(item)
+        if not self._is_told:
+            self._is_told = True
+            self._loop.call_soon_threadsafe(self._has_mail.set)
+
+    async def get(self) -> list[_T]:
+        """Everything that has come, in order; waits for news, but may find that they were got the last time."""
+        await self._has_mail.wait()
+        self._has_mail.clear()
+        self._is_told = False  # before the items are taken: what comes after this tells anew
+        return [self._items.popleft() for _ in range(len(self._items))]
