@@ -13,6 +13,7 @@ import uvloop
 from blockbuster import BlockBuster, blockbuster_ctx
 
 from tests.fault_table import FaultTable, RecordFault, record_into
+from tests.native_objects import NATIVE
 
 ROOT = Path(__file__).parents[1]
 MODELS = ROOT / ".cache" / "models"
@@ -85,3 +86,21 @@ def validation_layer_is_silent() -> Iterator[None]:
         found = "\n".join(messages)
         messages.clear()
         pytest.fail(f"the validation layer reports:\n{found}", pytrace=False)
+
+
+NATIVE.watch()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_native_is_left() -> Iterator[None]:
+    """Fail the run at whose end a native object exists."""
+    yield
+    assert not NATIVE.live(), ", ".join(map(str, NATIVE.live()))
+
+
+@pytest.fixture(autouse=True)
+def native_objects_are_given_back(nothing_native_is_left: None) -> Iterator[None]:
+    """Fail the test that leaves other native objects than it found: those that wider fixtures hold."""
+    before = NATIVE.live()
+    yield
+    NATIVE.check(before)

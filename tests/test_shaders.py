@@ -27,7 +27,7 @@ WITHIN = 1e-5
 SHADERS = Path(str(resources.files("ggufstream.backends.vulkan").joinpath("shaders")))
 
 
-@pytest.fixture(scope="module", params=[None, False], ids=["direct", "staged"])
+@pytest.fixture(params=[None, False], ids=["direct", "staged"])
 def backend(request: pytest.FixtureRequest) -> Iterator[VulkanBackend]:
     with VulkanBackend(device="llvmpipe", validation=True, direct=request.param) as backend:
         yield backend

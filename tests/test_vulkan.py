@@ -8,9 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -45,49 +43,13 @@ from ggufstream.errors import (
 )
 from ggufstream.ggml_types import BY_NAME
 from ggufstream.options import LoadOptions
+from tests.faulty_vulkan import FaultyVulkan
+from tests.native_objects import NATIVE
 
 DEVICE = os.environ.get("TEST_VULKAN_DEVICE", "llvmpipe")
 """Part of a device's name: the suite runs on real GPUs, too."""
 MIB = 1 << 20
 GIB = 1 << 30
-
-
-class CountingVulkan(Vulkan):
-    """Counts native objects, and answers chosen calls itself: ``answers`` maps a function to a result code."""
-
-    PAIRS = (("vkCreate", "vkDestroy"), ("vkAllocateMemory", "vkFreeMemory"), ("vkMapMemory", "vkUnmapMemory"))
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.native: Counter[str] = Counter()
-        self.called: Counter[str] = Counter()
-        self.answers: dict[str, int | Callable[[], int]] = {}
-        self._count_lock = threading.Lock()
-
-    def call(self, name: str, *arguments: object) -> int:
-        answer = self.answers.get(name)
-        if answer is None:
-            code = super().call(name, *arguments)
-        else:
-            code = answer() if callable(answer) else answer
-        with self._count_lock:
-            self.called[name] += 1
-            if code == 0 and answer is None:
-                self._count(name)
-        return code
-
-    def _count(self, name: str) -> None:
-        for start, end in self.PAIRS:
-            if name.startswith(start):
-                self.native[name.removeprefix("vkCreate").replace("ComputePipelines", "Pipeline")] += 1
-            elif name.startswith(end):
-                kind = {"vkFreeMemory": "vkAllocateMemory", "vkUnmapMemory": "vkMapMemory"}.get(name)
-                self.native[kind or name.removeprefix("vkDestroy")] -= 1
-
-    @property
-    def left(self) -> dict[str, int]:
-        """Native objects that exist, by kind."""
-        return {kind: count for kind, count in self.native.items() if count}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -96,30 +58,22 @@ def _llvmpipe():
     assert any(DEVICE in name for name in names), f"no {DEVICE} among {names}: run `make system`"
 
 
-@pytest.fixture(autouse=True)
-def _nothing_reported() -> Iterator[None]:
-    """The validation layer has nothing to say in any test."""
-    before = len(VALIDATION_MESSAGES)
-    yield
-    assert VALIDATION_MESSAGES[before:] == []
-
-
 @pytest.fixture
-def api() -> Iterator[CountingVulkan]:
+def api() -> Iterator[FaultyVulkan]:
     """The library, counted: nothing native may be left at the end."""
-    api = CountingVulkan()
+    api = FaultyVulkan()
     yield api
     assert api.left == {}
 
 
 @pytest.fixture(params=[True, False], ids=["direct", "staged"])
-def backend(request: pytest.FixtureRequest, api: CountingVulkan) -> Iterator[VulkanBackend]:
+def backend(request: pytest.FixtureRequest, api: FaultyVulkan) -> Iterator[VulkanBackend]:
     with VulkanBackend(DEVICE, direct=request.param, validation=True, api=api) as backend:
         yield backend
 
 
 @pytest.fixture
-def staged(api: CountingVulkan) -> Iterator[VulkanBackend]:
+def staged(api: FaultyVulkan) -> Iterator[VulkanBackend]:
     with VulkanBackend(DEVICE, direct=False, validation=True, api=api) as backend:
         yield backend
 
@@ -153,23 +107,13 @@ def test_the_environment_asks_for_validation(api, monkeypatch, text):
     options = LoadOptions.from_environment({"GGUFSTREAM_VULKAN_VALIDATION": text})
     backend, _ = registry.open_for(options.replace(backend="vulkan", device=DEVICE))
     with backend:
-        assert api.native["DebugUtilsMessengerEXT"] == int(text)
+        assert api.left.get("DebugUtilsMessengerEXT", 0) == int(text)
 
 
 def test_a_missing_validation_layer_is_named_with_its_package(api, monkeypatch):
     monkeypatch.setattr(api, "instance_layers", frozenset)
     with pytest.raises(BackendUnavailableError, match="apt install vulkan-validationlayers"):
         VulkanBackend(DEVICE, validation=True, api=api)
-
-
-def test_the_counter_sees_what_is_left():
-    api = CountingVulkan()
-    with VulkanBackend(DEVICE, validation=True, api=api) as backend:
-        chunk = backend.allocate(64)
-        assert {"Buffer", "vkAllocateMemory", "vkMapMemory", "Device", "Instance"} <= set(api.left)
-        chunk.close()
-    assert api.left == {}
-    assert api.native.keys() >= {"Buffer", "Device"}
 
 
 def test_memory_left_open_is_freed_and_reported(api):
@@ -342,7 +286,7 @@ def test_a_copy_that_hangs_is_a_lost_device_and_its_memory_stays(staged, api):
 
 
 def test_a_device_that_hangs_to_the_end_is_left_alone():
-    api = CountingVulkan()
+    api = FaultyVulkan()
     backend = VulkanBackend(DEVICE, direct=False, validation=True, api=api)
     chunk, staging, _ = upload_something(backend)
     api.answers.update(vkWaitForFences=2, vkGetFenceStatus=1)
@@ -350,7 +294,9 @@ def test_a_device_that_hangs_to_the_end_is_left_alone():
     chunk.close()
     with pytest.warns(ResourceWarning, match="2 copies hang"):
         backend.close()
-    assert {"Device", "Instance", "Buffer", "Fence"} <= set(api.left)
+    left = NATIVE.live(api)
+    assert {"Device", "Instance", "Buffer", "Fence"} <= {native.kind for native in left}
+    NATIVE.forget(left)  # only the end of the process gives it back
 
 
 def test_closing_waits_for_the_copy(staged, api):

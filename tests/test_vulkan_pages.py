@@ -34,18 +34,18 @@ from ggufstream.errors import (
     UnsupportedByDeviceError,
 )
 from ggufstream.pages import PAGE, Residency, page_span
+from tests.faulty_vulkan import FaultyVulkan
 from tests.plans import chill
 from tests.small_models import write_model
 from tests.test_rows import TABLE, TIED, aligned_file, assert_on_device, assert_rows, some_ids, specs
-from tests.test_vulkan import CountingVulkan
 
 DEVICE = "llvmpipe"
 
 
 @contextmanager
-def opened(api: CountingVulkan | None = None) -> Iterator[VulkanBackend]:
+def opened(api: FaultyVulkan | None = None) -> Iterator[VulkanBackend]:
     """A backend under the validation layer; nothing native, no mapping and no descriptor may be left at the end."""
-    api = api or CountingVulkan()
+    api = api or FaultyVulkan()
     with VulkanBackend(DEVICE, validation=True, api=api) as backend:
         yield backend
         assert backend.statistics()["mapped_bytes"] == 0
@@ -99,14 +99,14 @@ def test_devices_says_what_was_found_out(monkeypatch: pytest.MonkeyPatch) -> Non
     assert any("cannot be opened" in lack and "it is in use" in lack for lack in vulkan()["lacks"])
 
 
-class Without(CountingVulkan):
+class Without(FaultyVulkan):
     """A driver that does not offer the extension."""
 
     def device_extensions(self, device: PhysicalDevice) -> frozenset[str]:
         return super().device_extensions(device) - {HOST_PAGES}
 
 
-class Holding(CountingVulkan):
+class Holding(FaultyVulkan):
     """A driver that brings all pages in that it is given."""
 
     def import_memory(self, device: Device, address: int, nbytes: int, *, memory_type: int) -> Memory:
@@ -114,14 +114,14 @@ class Holding(CountingVulkan):
         return super().import_memory(device, address, nbytes, memory_type=memory_type)
 
 
-class Blind(CountingVulkan):
+class Blind(FaultyVulkan):
     """A driver with which the device reads something else."""
 
     def copy(self, *_: object) -> None:
         return
 
 
-class Offended(CountingVulkan):
+class Offended(FaultyVulkan):
     """A driver that refuses pages, and from then on all memory on that device, as NVIDIA's does."""
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class Offended(CountingVulkan):
         return super().allocate_memory(device, nbytes, memory_type=memory_type)
 
 
-class Single(CountingVulkan):
+class Single(FaultyVulkan):
     """A driver that opens a device once."""
 
     def create_device(self, *arguments: Any, **options: Any) -> Device:
@@ -147,25 +147,25 @@ class Single(CountingVulkan):
         return super().create_device(*arguments, **options)
 
 
-class Choosy(CountingVulkan):
+class Choosy(FaultyVulkan):
     """A driver that says beforehand that it takes no pages."""
 
     def takes_host_pages(self, *_: object, **__: object) -> bool:
         return False
 
 
-class Foreign(CountingVulkan):
+class Foreign(FaultyVulkan):
     """A driver with no memory type for pages."""
 
     def host_page_types(self, *_: object) -> int:
         return 0
 
 
-def failing(function: str, code: int, *, times: int = 1) -> Callable[[], CountingVulkan]:
+def failing(function: str, code: int, *, times: int = 1) -> Callable[[], FaultyVulkan]:
     """A driver of which the first calls of a function fail."""
 
-    def make() -> CountingVulkan:
-        api = CountingVulkan()
+    def make() -> FaultyVulkan:
+        api = FaultyVulkan()
         left = [code] * times
 
         def answer() -> int:
@@ -225,7 +225,7 @@ def test_devices_with_memory_of_their_own_are_not_tried(monkeypatch: pytest.Monk
         return replace(describe(*arguments, **options), kind="discrete")
 
     monkeypatch.setattr("ggufstream.backends.vulkan.device.describe", discrete)
-    api = CountingVulkan()
+    api = FaultyVulkan()
     with opened(api) as backend:
         assert api.called["vkCreateDevice"] == 1
         assert not backend.capabilities.maps_files
@@ -308,7 +308,7 @@ def test_more_than_the_device_maps_at_once_is_refused() -> None:
 @pytest.mark.parametrize("function", ["vkCreateBuffer", "vkAllocateMemory", "vkBindBufferMemory"])
 def test_a_failed_import_is_undone(function: str) -> None:
     pages = np.frombuffer(memory_file(PAGE), np.uint8)
-    api = CountingVulkan()
+    api = FaultyVulkan()
     with opened(api) as backend:
         before = api.left
         for code, error in ((-2, OutOfDeviceMemoryError), (-12345, DeviceError)):
@@ -333,7 +333,7 @@ def test_pages_that_were_given_back_are_refused() -> None:
 
 
 def test_pages_left_open_are_given_back_and_reported() -> None:
-    api = CountingVulkan()
+    api = FaultyVulkan()
     backend = VulkanBackend(DEVICE, validation=True, api=api)
     backend.map_pages(np.frombuffer(memory_file(PAGE), np.uint8))
     with pytest.warns(ResourceWarning, match="1 chunks"):
