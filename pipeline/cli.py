@@ -99,7 +99,7 @@ def _in_flags(error: GGUFStreamError) -> str:
 
 
 _FLAGS = (
-    (re.compile(r"(?<![\w/.-])(backend|io|lazy|select|upload|workers)="), r"--\1 "),
+    (re.compile(r"(?<![\w/.-])(backend|digest|io|lazy|select|sha256|upload|workers)="), r"--\1 "),
     (re.compile(r"\bpage_cache\b=?"), "--page-cache "),
     (re.compile(r"\bstaging_bytes\b=?"), "--staging "),
     (re.compile(r"\brow_strategy\b=?"), "--rows "),

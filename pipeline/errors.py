@@ -10,7 +10,9 @@
     │   ├── TruncatedFileError           the file ends before what its header promises
     │   ├── MalformedFileError           the header contradicts itself or the format
     │   ├── UnsupportedFileError         valid, but a version or type that is not handled
-    │   └── FileChangedError             changed between two looks during one load
+    │   ├── FileChangedError             changed between two looks during one load
+    │   ├── DigestMismatchError          bytes are not those that a digest was made of
+    │   └── ManifestError                digests of tensors that are none, or not of this file
     ├── DeviceError                      a backend, a device or memory     (exit 4)
     │   ├── BackendUnavailableError      a library or driver is missing
     │   ├── NoDeviceError                the backend works, but no device fits
@@ -42,12 +44,14 @@ __all__ = [
     "ClosedError",
     "DeviceError",
     "DeviceLostError",
+    "DigestMismatchError",
     "FileChangedError",
     "FileError",
     "GGUFStreamError",
     "JobCancelledError",
     "JobError",
     "MalformedFileError",
+    "ManifestError",
     "MissingFileError",
     "MissingPackageError",
     "NoDeviceError",
@@ -164,6 +168,30 @@ class UnsupportedFileError(FileError, ValueError):
 
 class FileChangedError(FileError, OSError):
     """The file was changed, replaced or cut while it was being loaded."""
+
+
+class DigestMismatchError(FileError, ValueError):
+    """Bytes of ``file``, of ``tensor`` or all of them, have the digest ``found`` in place of ``expected``, both in hex."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        file: str | os.PathLike[str],
+        tensor: str | None,
+        algorithm: str,
+        expected: str,
+        found: str,
+        remedy: str,
+    ) -> None:
+        self.algorithm = algorithm
+        self.expected = expected
+        self.found = found
+        super().__init__(what, file=file, tensor=tensor, remedy=remedy)
+
+
+class ManifestError(FileError, ValueError):
+    """``file`` is no manifest of tensors' digests, or not that of the model; ``tensor`` is missing in one of the two."""
 
 
 class DeviceError(GGUFStreamError):

@@ -18,6 +18,7 @@ from ggufstream.backends.host_memory import HOST_CHUNK_BYTES, HostChunk
 from ggufstream.backends.host_memory import Counter as MemoryCounter
 from ggufstream.backends.registry import open_for
 from ggufstream.budget import ByteBudget
+from ggufstream.digest import Checks
 from ggufstream.errors import (
     GGUFStreamError,
     OptionError,
@@ -34,12 +35,13 @@ from ggufstream.events import (
 )
 from ggufstream.gguf_file import FileIndex, read_index
 from ggufstream.load_plan import ArenaPlan, LoadPlan
+from ggufstream.manifest import Manifest, read_manifest
 from ggufstream.options import LoadOptions, Placement
 from ggufstream.pages import Residency, available_memory, cached_bytes, rss_bytes
 from ggufstream.plan import check_tables, make_plan
 from ggufstream.read import MappedSource, Source, choose_io, on_network, open_source
 from ggufstream.release import Releaser
-from ggufstream.report import ArenaReport, FallbackReport, LoadReport, PlacementReport, RowsReport
+from ggufstream.report import ArenaReport, DigestReport, FallbackReport, LoadReport, PlacementReport, RowsReport
 from ggufstream.reservations import Claim, Promised, Reservations
 from ggufstream.row_tables import RowTables
 from ggufstream.storage import Lease, Storage
@@ -157,6 +159,9 @@ class Execution:
                 warnings=index.warnings,
             )
         )
+        manifest = None
+        if self._options.digest is not None:
+            manifest = await read_manifest(os.fspath(self._options.digest), index)
         backends = await self._timed("open", in_thread(self._open_backends))
         load_plan = await self._timed("plan", self._promised_plan(index, backends))
         sources = await in_thread(partial(self._open_sources, index, load_plan))
@@ -180,6 +185,7 @@ class Execution:
             closed=self._closed,
         )
         self.lease = storage.lease()
+        checks = await in_thread(partial(self._checks, load_plan, sources, manifest, releaser))
         self._emit(self._planned(load_plan, sources))
         stream = Stream(
             load_id=self._load_id,
@@ -189,10 +195,12 @@ class Execution:
             arenas=arenas,
             releaser=releaser,
             budget=self._budget,
+            checks=checks,
             workers=self._options.workers or default_workers(cached=_cached_share(residency)),
             emit=self._emit,
         )
-        await self._timed("stream", stream.run())
+        await checks.beside(self._timed("stream", stream.run()))
+        digest = await in_thread(checks.finish)
         _check_used(arenas)
         opened = await in_thread(tables.report)
         for table in opened:
@@ -213,6 +221,7 @@ class Execution:
                 arenas=arenas,
                 stream=stream,
                 releaser=releaser,
+                digest=digest,
                 opened=opened,
                 rss=rss,
                 page_cache_bytes={"before": sum(seen.cached_bytes for seen in residency), "after": cached_after},
@@ -232,6 +241,7 @@ class Execution:
         arenas: Mapping[str, Arena],
         stream: Stream,
         releaser: Releaser,
+        digest: DigestReport | None,
         opened: tuple[RowsReport, ...],
         rss: dict[str, int],
         page_cache_bytes: dict[str, int | None],
@@ -270,6 +280,7 @@ class Execution:
             fallbacks=tuple(FallbackReport(tensor=tensor, reason=reason) for tensor, reason in load_plan.fallbacks),
             warnings=index.warnings + load_plan.warnings,
             rows=opened,
+            digest=digest,
             timeline=self._timeline,
         )
 
@@ -412,6 +423,18 @@ class Execution:
             allocate=backend.allocate,
             slice_bytes=arena_plan.slice_bytes,
             chunk_bytes=min(self._options.chunk_bytes or device.chunk_bytes, device.max_chunk_bytes),
+        )
+
+    def _checks(
+        self, load_plan: LoadPlan, sources: Sequence[Source], manifest: Manifest | None, releaser: Releaser
+    ) -> Checks:
+        """What is to be compared with digests. Imports the package that makes them."""
+        return Checks(
+            plan=load_plan,
+            sources=sources,
+            manifest=manifest,
+            sha256=self._options.sha256,
+            passed=releaser.passed,
         )
 
     def _keep_descriptors(self, load_plan: LoadPlan, sources: Sequence[Source]) -> dict[int, int]:

@@ -60,10 +60,22 @@ def report_facts(report: Mapping[str, Any]) -> Iterator[Fact]:
         held.append(f"{human_bytes(r['released_bytes'])} unmapped or evicted")
     yield Fact("page cache", held)
     yield Fact("event loop", [f"late by {lag['max']:.1f} ms at most, p99 {lag['p99']:.1f} ms"])
+    if r.get("digest"):  # not in traces of older versions
+        yield Fact("digest", list(_checked(r["digest"])))
     for reason, names in by_reason(r["fallbacks"]).items():
         yield Fact("fallback", [f"{len(names)} × {reason}: {first_few(names)}"], is_warning=True)
     for warning in r["warnings"]:
         yield Fact("warning", [printable(warning)], is_warning=True)
+
+
+def _checked(digest: Mapping[str, Any]) -> Iterator[str]:
+    if digest["manifest"] is not None:
+        count = digest["checked"]
+        yield f"{digest['algorithm']} of {count} tensor{'s' if count != 1 else ''} as in {printable(digest['manifest'])}"
+        if digest["unchecked"]:
+            yield f"unchecked: {first_few([printable(name) for name in digest['unchecked']])}"
+    if digest["sha256"]:
+        yield "sha256 as given"
 
 
 def by_reason(fallbacks: Iterable[Mapping[str, str]]) -> dict[str, list[str]]:

@@ -40,10 +40,10 @@ def pread_into(descriptor: int, buffers: list[npt.NDArray[np.uint8]], offset: in
     return done
 
 
-def read_error(error: OSError, *, file: str | os.PathLike[str], tensor: str, offset: int) -> UnreadableFileError:
+def read_error(error: OSError, *, file: str | os.PathLike[str], tensor: str | None, offset: int) -> UnreadableFileError:
     """The typed error for a read that failed at byte ``offset`` of a file."""
     return UnreadableFileError(
-        f"read error at byte {offset:,}, in {tensor} ({error.strerror})",
+        f"read error at byte {offset:,}{_inside(tensor)} ({error.strerror})",
         file=file,
         tensor=tensor,
         offset=offset,
@@ -53,9 +53,14 @@ def read_error(error: OSError, *, file: str | os.PathLike[str], tensor: str, off
 
 
 def read_exactly(
-    descriptor: int, destination: npt.NDArray[np.uint8], offset: int, *, file: str | os.PathLike[str], tensor: str
+    descriptor: int,
+    destination: npt.NDArray[np.uint8],
+    offset: int,
+    *,
+    file: str | os.PathLike[str],
+    tensor: str | None,
 ) -> None:
-    """Fill ``destination`` with the bytes at ``offset``, which belong to ``tensor``.
+    """Fill ``destination`` with the bytes at ``offset``, which belong to ``tensor``, or to none.
 
     Raises:
         UnreadableFileError: The system call failed.
@@ -69,7 +74,7 @@ def read_exactly(
         raise read_error(error, file=file, tensor=tensor, offset=offset + done) from None
     if count < destination.size:
         raise TruncatedFileError(
-            f"ends at byte {offset + count:,}, in {tensor}: it was truncated after its header was read",
+            f"ends at byte {offset + count:,}{_inside(tensor)}: it was truncated after its header was read",
             file=file,
             tensor=tensor,
             offset=offset + count,
@@ -77,3 +82,7 @@ def read_exactly(
             available=offset + count,
             remedy="Load it again from a whole file",
         )
+
+
+def _inside(tensor: str | None) -> str:
+    return "" if tensor is None else f", in {tensor}"

@@ -115,6 +115,8 @@ class LoadChanges(TypedDict, total=False):
     intents: Mapping[str, Intent] | Callable[[str], Intent | None] | None
     overrides: Sequence[tuple[str, str]]
     device_weights: Sequence[float] | None
+    digest: str | os.PathLike[str] | None
+    sha256: str | Sequence[str]
     validation: bool
 
 
@@ -146,6 +148,9 @@ class LoadOptions:
         overrides: Pairs of a regular expression and a place: ``ARENA``, ``HOST``, ``ROWS`` or ``device:N``. The first
             whose pattern is found in a tensor's name decides, after the lazy mode and before everything else.
         device_weights: How layers are split over several devices; ``None``: by their free memory.
+        digest: Path of a manifest, as ``ggufstream digest`` or llama.cpp's ``gguf-hash`` writes it: each tensor's bytes
+            are compared with it while they stream.
+        sha256: Of the whole file, in hex; for a split model one for each shard. The load fails where it differs.
         validation: Run Vulkan's validation layer; what it reports is in the backend's
             ``statistics()["validation_messages"]``.
     """
@@ -167,6 +172,8 @@ class LoadOptions:
     intents: Mapping[str, Intent] | Callable[[str], Intent | None] | None = field(default=None, repr=False)
     overrides: Sequence[tuple[str, str]] = ()
     device_weights: Sequence[float] | None = None
+    digest: str | os.PathLike[str] | None = None
+    sha256: str | Sequence[str] = ()
     validation: bool = False
 
     def __post_init__(self) -> None:
@@ -190,6 +197,9 @@ class LoadOptions:
         object.__setattr__(self, "overrides", tuple((pattern, place) for pattern, place in self.overrides))
         if self.device_weights is not None:
             object.__setattr__(self, "device_weights", tuple(self.device_weights))
+        if self.digest is not None:
+            object.__setattr__(self, "digest", _path(self.digest))
+        object.__setattr__(self, "sha256", _sha256(self.sha256))
         if not isinstance(self.select, str | None):
             raise OptionError(f"select={self.select!r} is not text", remedy="Give a regular expression as a str")
         if self.select is not None:
@@ -264,6 +274,29 @@ def _check_overrides(overrides: object) -> None:
             or not all(isinstance(text, str) for text in pair)
         ):
             raise OptionError(f"overrides has {pair!r}, which is not a pair of texts", remedy=remedy)
+
+
+def _path(digest: object) -> str:
+    if not isinstance(digest, str | os.PathLike) or not os.fspath(digest) or not isinstance(os.fspath(digest), str):
+        raise OptionError(f"digest={digest!r} is no path", remedy="Give the path of a manifest")
+    return os.fspath(digest)
+
+
+def _sha256(given: object) -> tuple[str, ...]:
+    """Lower case, without the ``sha256:`` that some pages write in front."""
+    digests = (given,) if isinstance(given, str) else given
+    if not isinstance(digests, Sequence) or isinstance(digests, bytes):
+        raise OptionError(f"sha256={given!r} is no text", remedy=_HEX)
+    found = []
+    for digest in digests:
+        text = digest.strip().lower().removeprefix("sha256:") if isinstance(digest, str) else ""
+        if re.fullmatch(r"[0-9a-f]{64}", text, re.ASCII) is None:
+            raise OptionError(f"sha256={digest!r} is no digest", remedy=_HEX)
+        found.append(text)
+    return tuple(found)
+
+
+_HEX = "Give 64 hexadecimal digits, as sha256sum prints them"
 
 
 def _check_weights(weights: object) -> None:

@@ -90,6 +90,11 @@ class Releaser:
                 for start, stop in self._evictable(shard, span.first, span.last):
                     evict(descriptor, start, stop)
 
+    def passed(self, shard: int, first: int, last: int) -> None:
+        """Somebody has read pages ``[first, last)`` through the page cache, beside the ranges."""
+        for start, stop in self._evictable(shard, first, last):
+            evict(self._sources[shard].descriptor, start, stop)
+
     def _drop(self, shard: int, first: int, last: int) -> int:
         """Drop pages, and say how many bytes that gave back."""
         if last <= first:

@@ -6,7 +6,7 @@ copies each run. Either way this executes what the plan has worked out: no sizes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ggufstream.backends.arena import Arena
 from ggufstream.backends.base import Copy, Staging
@@ -14,7 +14,7 @@ from ggufstream.layouts import Bytes
 from ggufstream.load_plan import LoadPlan
 from ggufstream.ranges import Range
 
-__all__ = ["destinations", "flush", "pack", "staged_bytes", "staged_copies"]
+__all__ = ["destinations", "flush", "pack", "pieces", "staged_bytes", "staged_copies"]
 
 
 def destinations(part: Range, plan: LoadPlan, arena: Arena) -> list[list[Bytes]]:
@@ -59,9 +59,14 @@ def staged_copies(
     return runs_by_piece, copies
 
 
+def pieces(part: Range, source: Bytes) -> Iterator[Bytes]:
+    """The bytes of each piece of a range."""
+    return (source[piece.offset : piece.offset + piece.nbytes] for piece in part.pieces)
+
+
 def pack(part: Range, plan: LoadPlan, source: Bytes, runs_by_piece: Sequence[Sequence[Bytes]]) -> None:
     """Write the bytes of a range into its pieces' runs."""
-    for piece, runs in zip(part.pieces, runs_by_piece, strict=True):
+    for piece, data, runs in zip(part.pieces, pieces(part, source), runs_by_piece, strict=True):
         entry = plan.entries[piece.entry]
         extent = entry.slices[piece.part].extent
-        entry.layout.pack(extent, source[piece.offset : piece.offset + piece.nbytes], runs)
+        entry.layout.pack(extent, data, runs)

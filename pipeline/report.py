@@ -9,7 +9,7 @@ from typing import Any
 
 from ggufstream.timeline import Timeline
 
-__all__ = ["ArenaReport", "FallbackReport", "LoadReport", "PlacementReport", "RowsReport"]
+__all__ = ["ArenaReport", "DigestReport", "FallbackReport", "LoadReport", "PlacementReport", "RowsReport"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +45,22 @@ class RowsReport:
     """``mapped``, ``pread`` or ``direct`` out of the file; ``memory`` from the loaded copy, ``device-read`` from the
     file's pages that the device has mapped."""
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DigestReport:
+    """What was compared with digests that the caller gave, and is as they say."""
+
+    manifest: str | None
+    """Its path."""
+    algorithm: str | None
+    """Of its digests."""
+    checked: int
+    """Tensors, those that stay in the file included."""
+    unchecked: tuple[str, ...]
+    """Tensors that ``select`` left out."""
+    sha256: tuple[str, ...]
+    """Of each shard's file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +110,8 @@ class LoadReport:
     warnings: tuple[str, ...]
     rows: tuple[RowsReport, ...] = ()
     """Of each lookup table."""
+    digest: DigestReport | None = None
+    """``None`` where nothing was to be checked."""
     timeline: Timeline = field(repr=False, compare=False)
     """What happened when; not part of ``to_dict()``."""
 

@@ -34,6 +34,7 @@ from ggufstream.backends.base import Backend
 from ggufstream.backends.host_memory import Counter as MemoryCounter
 from ggufstream.backends.host_memory import HostStaging
 from ggufstream.budget import ByteBudget
+from ggufstream.digest import Checks
 from ggufstream.errors import OutOfHostMemoryError
 from ggufstream.events import ArenaGrown, Event, Progress, RangeMoved, Sampled, StageTime, TensorReady
 from ggufstream.layouts import Bytes
@@ -43,7 +44,7 @@ from ggufstream.probe import LoopProbe
 from ggufstream.ranges import Range
 from ggufstream.read import Source
 from ggufstream.release import Releaser
-from ggufstream.repack import destinations, flush, pack, staged_bytes, staged_copies
+from ggufstream.repack import destinations, flush, pack, pieces, staged_bytes, staged_copies
 from ggufstream.threads import Lane, Mailbox, clean_up_in_thread, in_thread
 from ggufstream.upload import InFlight, SlabPool, Uploads
 
@@ -86,6 +87,7 @@ class Stream:
         arenas: Mapping[str, Arena],
         releaser: Releaser,
         budget: ByteBudget,
+        checks: Checks,
         workers: int,
         emit: Callable[[Event], None],
     ) -> None:
@@ -103,6 +105,7 @@ class Stream:
         self._arenas = arenas
         self._releaser = releaser
         self._budget = budget
+        self._checks = checks
         self._emit = emit
         largest = max((part.nbytes for part in plan.ranges), default=0)
         scratch_bytes = max((source.scratch_bytes(largest) for source in sources), default=0)
@@ -235,11 +238,24 @@ class Stream:
         """Host memory that a range takes while it is in flight: scratch or mapped pages, and staging."""
         if self._plan.arenas[part.arena].spans:
             return 0  # its pages stay
-        if self._is_verbatim(part) and self._sources[part.shard].reads_in_place:
+        if self._reads_in_place(part):
             source = 0
         else:
             source = self._scratch.nbytes or part.nbytes + 2 * PAGE
         return source + (self._pool(part).nbytes if self._plan.is_staged(part) else 0)
+
+    def _reads_in_place(self, part: Range) -> bool:
+        """Whether bytes go from the file straight to their destination: unchanged, and not where they cannot be read back
+        from, but have to be checked.
+        """
+        device = self._plan.arenas[part.arena].device
+        facts = None if device is None else self._plan.devices[device]
+        readable = facts is None or not facts.direct or facts.memory == "host"
+        return (
+            self._is_verbatim(part)
+            and self._sources[part.shard].reads_in_place
+            and (readable or not self._checks.of_tensors)
+        )
 
     def _is_verbatim(self, part: Range) -> bool:
         return all(self._plan.entries[piece.entry].layout.verbatim for piece in part.pieces)
@@ -322,7 +338,8 @@ class Stream:
             arena, arena_plan = self._arenas[part.arena], self._plan.arenas[part.arena]
             if arena_plan.spans:
                 with self._timed(part, "read"):
-                    self._sources[part.shard].fetch(part, None)  # makes the pages resident; the device reads them there
+                    data = self._sources[part.shard].fetch(part, None)  # makes the pages resident for the device
+                self._checks.update(part, pieces(part, data))
                 return
             if not self._plan.is_staged(part):
                 self._fill(part, destinations(part, self._plan, arena))
@@ -354,10 +371,13 @@ class Stream:
     def _fill(self, part: Range, runs: list[list[Bytes]]) -> None:
         """Bring the bytes of a range into the runs of its pieces, straight from the file where they go in unchanged."""
         source = self._sources[part.shard]
-        if self._is_verbatim(part):
+        if self._reads_in_place(part):
+            destinations = [piece_runs[0] for piece_runs in runs]
             with self._timed(part, "read"):
-                if source.fetch_into(part, [piece_runs[0] for piece_runs in runs]):
-                    return
+                is_read = source.fetch_into(part, destinations)
+            if is_read:
+                self._checks.update(part, destinations)
+                return
         if self._scratch.nbytes == 0:
             self._pack(part, None, runs)
             return
@@ -370,6 +390,7 @@ class Stream:
     def _pack(self, part: Range, scratch: Bytes | None, runs: list[list[Bytes]]) -> None:
         with self._timed(part, "read"):
             data = self._sources[part.shard].fetch(part, scratch)
+        self._checks.update(part, pieces(part, data))
         with self._timed(part, "repack"):
             pack(part, self._plan, data, runs)
 
@@ -449,6 +470,7 @@ class Stream:
         finally:
             for lane in (self._todo, self._packed, self._arrived):
                 lane.stop()  # however this ends, no thread waits for more
+            self._checks.stop()
 
     async def _pass_on(self) -> None:
         """What finished ranges have left goes to whoever waits: with its slabs to a range of the same kind here."""

@@ -106,6 +106,14 @@ class _Arena(TypedDict):
     chunks: int
 
 
+class _Digest(TypedDict):
+    manifest: str | None
+    algorithm: str | None
+    checked: int
+    unchecked: list[str]
+    sha256: list[str]
+
+
 class Report(TypedDict):
     """Of ``LoadReport.to_dict()``."""
 
@@ -134,6 +142,7 @@ class Report(TypedDict):
     layouts: dict[str, _Total]
     fallbacks: list[_Fallback]
     warnings: list[str]
+    digest: NotRequired[_Digest | None]
 
 
 class About(TypedDict):
