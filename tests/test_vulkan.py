@@ -273,6 +273,9 @@ def test_a_copy_that_hangs_is_a_lost_device_and_its_memory_stays(staged, api):
     with pytest.raises(DeviceLostError, match="within 30 s"):
         ticket.wait()
     assert api.called["vkWaitForFences"] == 30
+    with pytest.raises(DeviceLostError, match="within 30 s"):
+        ticket.wait()
+    assert api.called["vkWaitForFences"] == 30, "nobody waits for a lost device again"
     before = api.left
     chunk.close()
     staging.close()

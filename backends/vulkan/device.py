@@ -40,9 +40,8 @@ _PORTABILITY: Final = "VK_KHR_portability_enumeration"
 _NEWEST: Final = (1, 3, 0)
 _OLDEST: Final = (1, 1, 0)
 
-_WAIT_SLICE_NANOSECONDS: Final = 1_000_000_000
-_WAIT_SLICES: Final = 30
-"""A submission that takes longer than this many slices counts as lost: nothing of ours takes more than a second."""
+_PATIENCE_SECONDS: Final = 30.0
+"""A device that takes longer for a submission counts as lost: nothing of ours takes more than a second."""
 
 _RANK: Final = {"discrete": 0, "integrated": 1, "virtual": 2, "other": 3, "cpu": 4}
 
@@ -196,6 +195,7 @@ class VulkanDevice:
         assert transfer is not None
         self.families: tuple[int, ...] = tuple(dict.fromkeys((compute, transfer)))
         self.submits = 0
+        self.patience_seconds = _PATIENCE_SECONDS
         self._lost: str | None = None
         self._closed = False
         self.submissions: set[_Closable] = set()
@@ -251,18 +251,24 @@ class VulkanDevice:
             self._lose(error.what)
             raise
 
-    def wait_fence(self, fence: Fence, *, slices: int = _WAIT_SLICES) -> None:
-        """Block until the device has come to ``fence``.
+    def wait_fence(self, fence: Fence) -> None:
+        """Block until the device has come to ``fence``; not for a device that is lost.
 
         Raises:
-            DeviceLostError: It is lost, or does not come there within ``slices`` seconds.
+            DeviceLostError: It is lost, or does not come there within ``patience_seconds``.
         """
+        left = self.patience_seconds
         try:
-            # Slices, so that no call into the driver is longer than a second.
-            for _ in range(slices):
-                if self.api.wait_fence(self.handle, fence, _WAIT_SLICE_NANOSECONDS):
+            # Slices of a second: all threads that wait for a device learn soon that one of them has given it up.
+            while self._lost is None and left > 0:
+                seconds = min(left, 1.0)
+                if self.api.wait_fence(self.handle, fence, round(seconds * 1e9)):
                     return
-            raise DeviceLostError(f"the device did not finish within {slices} s", backend=BACKEND, remedy=LOST_REMEDY)
+                left -= seconds
+            if self._lost is not None and self.api.fence_done(self.handle, fence):
+                return
+            what = self._lost or f"the device did not finish within {self.patience_seconds:g} s"
+            raise DeviceLostError(what, backend=BACKEND, remedy=LOST_REMEDY)
         except DeviceLostError as error:
             self._lose(error.what)
             raise
@@ -285,7 +291,12 @@ class VulkanDevice:
         # Submissions go first: they wait for what still uses the memory.
         for submission in list(self.submissions):
             submission.close()
-        stuck = sum(not self._free_if_idle(*deferred) for deferred in self._deferred)
+        stuck = 0
+        for idle, free in self._deferred:
+            if idle():
+                free()
+            else:
+                stuck += 1
         self._deferred.clear()
         if stuck:
             # Memory under a running copy must not be freed; only the end of the process gives it back.
@@ -302,13 +313,3 @@ class VulkanDevice:
             warnings.warn(
                 f"vulkan: {len(left)} chunks or staging buffers were not closed", ResourceWarning, stacklevel=2
             )
-
-    @staticmethod
-    def _free_if_idle(ready: Callable[[], bool], free: Callable[[], None]) -> bool:
-        try:
-            idle = ready()
-        except DeviceLostError:
-            idle = True  # the driver says so itself, which ends all work
-        if idle:
-            free()
-        return idle

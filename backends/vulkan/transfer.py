@@ -20,7 +20,7 @@ from ggufstream.backends.vulkan.api import USAGE_READBACK, Buffer, CommandBuffer
 from ggufstream.backends.vulkan.device import DeviceQueue, VulkanDevice
 from ggufstream.backends.vulkan.memory import Allocation, HostAllocation
 from ggufstream.backends.vulkan.records import MemoryType
-from ggufstream.errors import ClosedError, DeviceLostError
+from ggufstream.errors import ClosedError, DeviceError, DeviceLostError
 from ggufstream.layouts import Bytes
 
 __all__ = ["ReadBack", "Submission", "VulkanChunk", "VulkanStaging", "VulkanTicket"]
@@ -93,6 +93,8 @@ class Submission:
                         return False
                 except DeviceLostError:
                     pass  # the driver says so itself, which ends all work
+                except DeviceError:
+                    return False  # it does not say
                 self._finished = self._started
             return True
 
@@ -103,10 +105,9 @@ class Submission:
                 return
             self._closed = True
             self.device.submissions.discard(self)
-            if not self.device.lost:
-                # Whoever waits for the batch learns of a loss; freeing goes on.
-                with suppress(DeviceLostError):
-                    self._wait()
+            # Whoever waits for the batch learns of an error; freeing goes on.
+            with suppress(DeviceError):
+                self._wait()
 
         def release() -> None:
             self._undo.close()
@@ -162,9 +163,9 @@ class VulkanChunk(Chunk):
     def close(self) -> None:
         if self.allocation.closed:
             return
-        if self._last is not None and not self.allocation.device.lost:
-            # Whoever waits for the upload learns of a loss; freeing goes on.
-            with suppress(DeviceLostError):
+        if self._last is not None:
+            # Whoever waits for the upload learns of an error; freeing goes on.
+            with suppress(DeviceError):
                 self._last.wait()
         if self._idle():
             self.allocation.close()
