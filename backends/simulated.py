@@ -12,7 +12,8 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -26,7 +27,7 @@ from ggufstream.backends.products import linear_by_decoding, multiply_with_blas
 from ggufstream.backends.profiles import PROFILES
 from ggufstream.decode import DECODABLE, LATTICE
 from ggufstream.errors import DeviceLostError, OptionError, OutOfDeviceMemoryError, UnsupportedByDeviceError
-from ggufstream.file_bytes import pread_into
+from ggufstream.file_bytes import close_file, pread_into
 from ggufstream.ggml_types import GGMLType
 from ggufstream.layouts import Bytes, Layout, Planar, Raw
 from ggufstream.pages import PAGE
@@ -40,7 +41,11 @@ class _DeviceChunk(Chunk):
     def __init__(self, nbytes: int, counter: Counter) -> None:
         self.nbytes = nbytes
         self._descriptor = os.memfd_create("ggufstream-simulated", os.MFD_CLOEXEC)
-        os.ftruncate(self._descriptor, nbytes)
+        try:
+            os.ftruncate(self._descriptor, nbytes)
+        except BaseException:
+            close_file(self._descriptor)
+            raise
         self._counter = counter
         counter.add(nbytes)
 
@@ -65,9 +70,9 @@ class _DeviceChunk(Chunk):
         return np.frombuffer(mmap.mmap(self._descriptor, self.nbytes), np.uint8)
 
     def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            close_file(descriptor)
             self._counter.remove(self.nbytes)
 
 
@@ -166,17 +171,21 @@ class SimulatedBackend(Backend):
         with self._lock:  # so that two threads never both get the last bytes
             self._check_there()
             free = self._free_bytes()
+            too_large = OutOfDeviceMemoryError(
+                f"cannot allocate {nbytes:,} bytes",
+                backend=self._facts.backend,
+                needed=nbytes,
+                available=free,
+                remedy="Use smaller chunks, or place fewer tensors on the device",
+            )
             if nbytes > self._facts.max_chunk_bytes or (free is not None and nbytes > free):
-                raise OutOfDeviceMemoryError(
-                    f"cannot allocate {nbytes:,} bytes",
-                    backend=self._facts.backend,
-                    needed=nbytes,
-                    available=free,
-                    remedy="Use smaller chunks, or place fewer tensors on the device",
-                )
+                raise too_large
             chunk: Chunk
             if self._facts.memory == "discrete":
-                chunk = _DeviceChunk(nbytes, self._chunks)
+                try:
+                    chunk = _DeviceChunk(nbytes, self._chunks)
+                except OSError:
+                    raise too_large from None
             else:
                 chunk = HostChunk(nbytes, owner=self.name, counter=self._chunks)
             self._allocations += 1
@@ -218,18 +227,24 @@ class SimulatedBackend(Backend):
                 self._check_there()
                 head = self._queue.pop(0)
                 started = time.perf_counter()
-                try:
+                with self._memory_there():
                     for copy in head.copies:
                         _write(copy.chunk, copy.offset, head.staging.view[copy.source_offset :][: copy.nbytes])
-                except OSError:  # the memory behind the device has run out
-                    self._go_away()
-                    raise self._lost_error() from None
                 nbytes = sum(copy.nbytes for copy in head.copies)
                 if self._bytes_per_second:
                     time.sleep(max(0.0, started + nbytes / self._bytes_per_second - time.perf_counter()))
                 self._copies += len(head.copies)
                 self._copied_bytes += nbytes
                 head.finished = True
+
+    @contextmanager
+    def _memory_there(self) -> Iterator[None]:
+        """If the memory behind the device fails within this block, for one because it has run out, so has the device."""
+        try:
+            yield
+        except OSError:
+            self._go_away()
+            raise self._lost_error() from None
 
     def _lost_error(self) -> DeviceLostError:
         return DeviceLostError("the device was lost", backend=self._facts.backend, remedy="Open the backend again")
@@ -251,7 +266,8 @@ class SimulatedBackend(Backend):
     def read(self, chunk: Chunk, offset: int, destination: Bytes) -> None:
         self._check_there()
         if isinstance(chunk, _DeviceChunk):
-            chunk.read(offset, destination)
+            with self._memory_there():
+                chunk.read(offset, destination)
         else:
             np.copyto(destination, _view(chunk)[offset : offset + destination.size])
 
@@ -261,7 +277,8 @@ class SimulatedBackend(Backend):
 
     def gather(self, table: Sequence[Slice], ids: npt.NDArray[np.int64], target: Chunk, offset: int) -> None:
         self._check_there()
-        seen = {c: c.seen() for c in {target, *(part.chunk for part in table)} if isinstance(c, _DeviceChunk)}
+        with self._memory_there():
+            seen = {c: c.seen() for c in {target, *(part.chunk for part in table)} if isinstance(c, _DeviceChunk)}
         gather_on_host(table, ids, target, offset, lambda chunk: seen[chunk] if chunk in seen else _view(chunk))
 
     def statistics(self) -> dict[str, Any]:

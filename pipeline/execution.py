@@ -33,6 +33,7 @@ from ggufstream.events import (
     Planned,
     TableOpened,
 )
+from ggufstream.file_bytes import close_file
 from ggufstream.gguf_file import FileIndex, read_index
 from ggufstream.load_plan import ArenaPlan, LoadPlan
 from ggufstream.manifest import Manifest, read_manifest
@@ -353,10 +354,10 @@ class Execution:
             )
             source = open_source(shard, load_plan, choice)
             if i in mapped:  # a mapping that a device reads lives as long as the model
-                descriptor = os.dup(source.descriptor)
-                self._owned.callback(os.close, descriptor)
-                self._owned.callback(self._evict_mapped, i, descriptor)
+                assert isinstance(source, MappedSource)
                 self._owned.callback(source.close)
+                self._owned.callback(self._evict_mapped, i, source.descriptor)
+                self._owned.callback(source.unmap)
             else:
                 self._transient.callback(source.close)
             sources.append(source)
@@ -443,8 +444,8 @@ class Execution:
         for entry in load_plan.entries:
             shard = entry.tensor.shard
             if (entry.placement is Placement.ROWS or entry.is_decoded) and shard not in kept:
-                kept[shard] = os.dup(sources[shard].descriptor)
-                self._owned.callback(os.close, kept[shard])
+                kept[shard] = sources[shard].duplicate()
+                self._owned.callback(close_file, kept[shard])
         return kept
 
     def _open_tables(

@@ -1,4 +1,4 @@
-"""Bytes of an open file into memory of ours, whole. The system may read less than asked; nobody else loops.
+"""Bytes of an open file into memory of ours, whole; and its end. The system may read less than asked; nobody else loops.
 
 All functions block, and release the interpreter lock while the kernel works.
 """
@@ -6,16 +6,23 @@ All functions block, and release the interpreter lock while the kernel works.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
 
 from ggufstream.errors import TruncatedFileError, UnreadableFileError
 
-__all__ = ["pread_into", "read_error", "read_exactly"]
+__all__ = ["close_file", "pread_into", "read_error", "read_exactly"]
 
 _IOV_MAX = 1024
 """Buffers that one ``preadv`` takes."""
+
+
+def close_file(descriptor: int) -> None:
+    """Close a file whose bytes do not depend on it, such as one that was only read. Linux frees the descriptor whatever it answers."""
+    with suppress(OSError):
+        os.close(descriptor)
 
 
 def pread_into(descriptor: int, buffers: list[npt.NDArray[np.uint8]], offset: int) -> int:

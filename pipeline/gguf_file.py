@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import heapq
 import os
 import re
 import stat
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -31,17 +32,20 @@ from ggufstream.errors import (
     UnreadableFileError,
     UnsupportedFileError,
 )
+from ggufstream.file_bytes import close_file
 from ggufstream.ggml_types import Q2_0_G128
 from ggufstream.gguf_arrays import LazyArray
 from ggufstream.gguf_header import Header, Steps, parse_header
 from ggufstream.gguf_layout import TensorInfo, quoted
 from ggufstream.threads import in_thread, uninterrupted
 
-__all__ = ["FileIdentity", "FileIndex", "LazyArray", "Shard", "TensorInfo", "read_index"]
+__all__ = ["FileIdentity", "FileIndex", "LazyArray", "Shard", "TensorInfo", "closest_names", "read_index"]
 
 READ_BYTES = 1 << 20  # appending a chunk holds the GIL, so it does not grow
-_COMPARED = 200
-"""Longer names are not looked through for those that are close to one that is not there."""
+_COMPARED = 64
+"""Names that are compared with one that is not there, and the most characters of each: comparing takes the product of
+two lengths, for each of perhaps 46,000 names."""
+_CHECK = "Check the file system and the disk."
 _SHARD_NAME = re.compile(r"(?P<stem>.*)-(?P<no>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.DOTALL)
 
 
@@ -71,6 +75,41 @@ class Shard:
     identity: FileIdentity
     header_bytes: int
     data_offset: int
+
+    def status(self, descriptor: int) -> os.stat_result:
+        """``fstat`` of the open file.
+
+        Raises:
+            UnreadableFileError: The system refuses it.
+        """
+        try:
+            return os.fstat(descriptor)
+        except OSError as error:
+            what = f"its size and time cannot be asked for (fstat: {error.strerror})"
+            raise UnreadableFileError(what, file=self.path, errno=error.errno, remedy=_CHECK) from None
+
+    def check_unchanged(self, descriptor: int, *, tensor: str | None = None) -> None:
+        """Compare the open file with what its header was read from.
+
+        Args:
+            descriptor: The file, or what is now in its place.
+            tensor: Whose bytes are wanted, where it is one.
+
+        Raises:
+            FileChangedError: Size, time or identity differ.
+            UnreadableFileError: The system does not say.
+        """
+        now = FileIdentity.of(self.status(descriptor))
+        if now != self.identity:
+            both = zip(FileIdentity._fields, self.identity, now, strict=True)
+            changes = ", ".join(f"{name} {old} → {new}" for name, old, new in both if old != new)
+            consequence = f", so the bytes of {quoted(tensor)} are not to be had from it any more" if tensor else ""
+            raise FileChangedError(
+                f"changed since its header was read ({changes}){consequence}",
+                file=self.path,
+                tensor=tensor,
+                remedy="Load it again when nothing writes to it",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -109,10 +148,7 @@ class FileIndex:
         try:
             return self._by_name[name]
         except KeyError:
-            # Comparing takes the product of two lengths, and a hostile name can be endless.
-            short = [n for n in self._by_name if len(n) < _COMPARED] if len(name) < _COMPARED else []
-            close = difflib.get_close_matches(name, short, n=3)
-            remedy = f"Closest names: {', '.join(map(quoted, close))}." if close else "List the names with `inspect`."
+            remedy = closest_names(name, self._by_name) or "List the names with `inspect`."
             raise UnknownTensorError(f"{self.path}: no tensor {quoted(name)}", name=name, remedy=remedy) from None
 
     @property
@@ -135,6 +171,17 @@ class FileIndex:
         """``general.architecture``, where it is there and text."""
         value = self.metadata.get("general.architecture")
         return value if isinstance(value, str) else None
+
+
+def closest_names(name: str, names: Iterable[str]) -> str:
+    """A remedy for a name that is not among ``names``: those that look like it, empty where there is none."""
+    if len(name) > _COMPARED:
+        return ""
+    parts = {name[i : i + 3] for i in range(max(len(name) - 2, 1))}
+    short = (other for other in names if len(other) <= _COMPARED)
+    likely = heapq.nlargest(_COMPARED, short, key=lambda other: sum(part in other for part in parts))
+    close = difflib.get_close_matches(name, likely, n=3)
+    return f"Closest names: {', '.join(map(quoted, close))}." if close else ""
 
 
 async def read_index(path: str | os.PathLike[str], *, on_open: Callable[[str, int], None] | None = None) -> FileIndex:
@@ -183,7 +230,7 @@ async def _read_shard(path: str, on_open: Callable[[str, int], None] | None) -> 
             if on_open is not None:
                 on_open(path, descriptor)
         except BaseException:
-            os.close(descriptor)
+            close_file(descriptor)
             raise
         return descriptor
 
@@ -191,21 +238,18 @@ async def _read_shard(path: str, on_open: Callable[[str, int], None] | None) -> 
         async with aiofiles.open(path, "rb", buffering=0, opener=opener) as file:
             identity = identities[0]
             header = await _read_header(file.read, path, identity.size)
-            now = FileIdentity.of(await in_thread(partial(os.fstat, file.fileno())))
+            shard = Shard(
+                path=path,
+                size=identity.size,
+                identity=identity,
+                header_bytes=header.header_bytes,
+                data_offset=header.data_offset,
+            )
+            await in_thread(partial(shard.check_unchanged, file.fileno()))
     except OSError as error:
         if isinstance(error, FileError):
             raise
         raise await in_thread(partial(_os_error, path, error)) from error
-    if now != identity:
-        remedy = "Load it again when nothing writes to it."
-        raise FileChangedError(f"changed while its header was read: {identity} became {now}", file=path, remedy=remedy)
-    shard = Shard(
-        path=path,
-        size=identity.size,
-        identity=identity,
-        header_bytes=header.header_bytes,
-        data_offset=header.data_offset,
-    )
     return shard, header
 
 
@@ -217,7 +261,7 @@ def _open(path: str, flags: int) -> tuple[int, FileIdentity]:
         status = os.fstat(descriptor)
         _require_regular(path, status.st_mode)
     except BaseException:
-        os.close(descriptor)
+        close_file(descriptor)
         raise
     return descriptor, FileIdentity.of(status)
 
@@ -270,7 +314,7 @@ def _os_error(path: str, error: OSError) -> FileError:
             what = f"a symbolic link to {quoted(os.readlink(path))}, which does not exist"
             return MissingFileError(what, file=path, remedy="Restore its target, or download the model again.")
         return MissingFileError(f"the file was not found ({reason})", file=path, remedy="Check the path.")
-    remedy = "Check the file system and the disk."
+    remedy = _CHECK
     if isinstance(error, PermissionError):
         remedy = "Check the permissions of the file and of the folders above it (`namei -l`)."
     return UnreadableFileError(f"cannot be read: {reason}", file=path, errno=error.errno, remedy=remedy)

@@ -12,6 +12,7 @@ import mmap
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -52,16 +53,17 @@ def page_span(offset: int, nbytes: int) -> tuple[int, int]:
 
 
 def advise(memory: npt.NDArray[np.uint8], advice: int) -> None:
-    """``madvise`` for the pages of an array.
+    """``madvise`` for the pages of an array; repeated where a signal interrupts it.
 
     Raises:
         OSError: As the system call.
     """
     address = memory.ctypes.data
     start = address - address % PAGE
-    if memory.size and _libc.madvise(start, address + memory.size - start, advice) != 0:
+    while memory.size and _libc.madvise(start, address + memory.size - start, advice) != 0:
         code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
 
 
 class Residency:
@@ -164,10 +166,16 @@ class CacheLook:
         self._next = ended + 50 * (ended - started)
 
 
-def evict(descriptor: int, first: int, last: int) -> None:
-    """Drop the pages ``[first, last)`` of a file from the page cache. Does nothing for pages that are mapped."""
+def evict(descriptor: int, first: int, last: int) -> bool:
+    """Drop the pages ``[first, last)`` of a file from the page cache. Does nothing for pages that are mapped.
+
+    It is an advice: where the system does not take it, the pages stay, and this says False.
+    """
     if last > first:  # a length of zero would mean all of the file
-        os.posix_fadvise(descriptor, first * PAGE, (last - first) * PAGE, os.POSIX_FADV_DONTNEED)
+        with suppress(OSError):
+            os.posix_fadvise(descriptor, first * PAGE, (last - first) * PAGE, os.POSIX_FADV_DONTNEED)
+            return True
+    return False
 
 
 def rss_bytes() -> int:

@@ -16,13 +16,14 @@ import mmap
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
 
-from ggufstream.errors import FileChangedError, FileError, TruncatedFileError, UnreadableFileError
-from ggufstream.file_bytes import pread_into, read_error
-from ggufstream.gguf_file import FileIdentity, Shard
+from ggufstream.errors import FileError, TruncatedFileError, UnreadableFileError
+from ggufstream.file_bytes import close_file, pread_into, read_error
+from ggufstream.gguf_file import Shard
 from ggufstream.layouts import Bytes
 from ggufstream.load_plan import LoadPlan
 from ggufstream.options import IOMode
@@ -32,6 +33,7 @@ from ggufstream.ranges import Range
 __all__ = ["Choice", "DirectSource", "MappedSource", "PreadSource", "Source", "choose_io", "on_network", "open_source"]
 
 NETWORK = ("nfs", "cifs", "smb", "ceph", "fuse", "9p", "lustre", "gpfs", "glusterfs", "afs", "virtiofs")
+_LIMITS = "Check its permissions, and how many files this process may open"
 _WARM = 0.5
 """Share of a file in the page cache from which reading through the cache wins over going around it."""
 
@@ -41,6 +43,8 @@ class Choice(NamedTuple):
 
     mode: IOMode
     reason: str
+    is_firm: bool = True
+    """No other will do: it was asked for, or is needed. Else a file that cannot be mapped is read."""
 
 
 def choose_io(shard: Shard, residency: Residency, *, asked: IOMode, copies_only: bool, mapped: bool) -> Choice:
@@ -65,7 +69,7 @@ def choose_io(shard: Shard, residency: Residency, *, asked: IOMode, copies_only:
         return Choice("pread", f"{cached}; {kind} is a network file system and is never mapped")
     if copies_only:
         return Choice("pread", f"{cached}; bytes go straight to their destination")
-    return Choice("mmap", f"{cached}; packing reads the mapping")
+    return Choice("mmap", f"{cached}; packing reads the mapping", is_firm=False)
 
 
 def on_network(shard: Shard) -> bool:
@@ -81,7 +85,13 @@ def open_source(shard: Shard, plan: LoadPlan, choice: Choice) -> Source:
         UnreadableFileError: It cannot be opened.
     """
     kinds: dict[IOMode, type[Source]] = {"mmap": MappedSource, "pread": PreadSource, "direct": DirectSource}
-    return kinds[choice.mode](shard, plan, choice.reason)
+    try:
+        return kinds[choice.mode](shard, plan, choice.reason)
+    except UnreadableFileError as error:
+        if choice.is_firm:
+            raise
+        why_not = os.strerror(error.errno or 0)
+    return PreadSource(shard, plan, f"{choice.reason}, but the file cannot be mapped ({why_not})")
 
 
 class Source(ABC):
@@ -100,12 +110,12 @@ class Source(ABC):
                 f"cannot be opened ({error.strerror})",
                 file=shard.path,
                 errno=error.errno,
-                remedy="Check its permissions, and how many files this process may open",
+                remedy=_LIMITS,
             ) from None
         try:
             self.check_unchanged()
         except BaseException:
-            os.close(self.descriptor)
+            self.close()
             raise
 
     @abstractmethod
@@ -139,29 +149,27 @@ class Source(ABC):
         return False
 
     def check_unchanged(self) -> None:
-        """Compare the file with what its header was read from.
+        """Compare the file with what its header was read from, see ``Shard.check_unchanged``."""
+        self.shard.check_unchanged(self.descriptor)
+
+    def duplicate(self) -> int:
+        """Another descriptor of the file, the caller's to close.
 
         Raises:
-            FileChangedError: Size, time or identity differ.
+            UnreadableFileError: The system gives none.
         """
-        now = FileIdentity.of(os.fstat(self.descriptor))
-        if now != self.shard.identity:
-            changes = ", ".join(
-                f"{name} {old} → {new}"
-                for name, old, new in zip(FileIdentity._fields, self.shard.identity, now, strict=True)
-                if old != new
-            )
-            raise FileChangedError(
-                f"changed while it was being loaded ({changes})",
-                file=self.shard.path,
-                remedy="Load it again when nothing writes to it",
-            )
+        try:
+            return os.dup(self.descriptor)
+        except OSError as error:
+            raise UnreadableFileError(
+                f"cannot be kept open ({error.strerror})", file=self.shard.path, errno=error.errno, remedy=_LIMITS
+            ) from None
 
     def close(self) -> None:
         """Close the descriptor. A second call does nothing."""
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            close_file(descriptor)
 
     def _failed(self, part: Range, offset: int, error: OSError) -> FileError:
         """The typed error for a read that failed at a byte of the file."""
@@ -169,7 +177,7 @@ class Source(ABC):
 
     def _ended(self, part: Range) -> FileError:
         """The typed error for a file that is shorter now than its header's ``fstat`` said."""
-        size = os.fstat(self.descriptor).st_size
+        size = self.shard.status(self.descriptor).st_size
         tensor = self._plan.tensor_at(part, size)
         return TruncatedFileError(
             f"ends at byte {size:,}, before the end of {tensor}, but had {self.shard.size:,} bytes when loading began: "
@@ -247,8 +255,8 @@ class DirectSource(PreadSource):
     mode: IOMode = "direct"
 
     def __init__(self, shard: Shard, plan: LoadPlan, reason: str) -> None:
-        super().__init__(shard, plan, reason)
         self._direct = -1
+        super().__init__(shard, plan, reason)
         try:
             # The same file, whatever its path names by now.
             self._direct = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
@@ -288,9 +296,9 @@ class DirectSource(PreadSource):
         return self.mode == "pread" and super().reads_in_place
 
     def close(self) -> None:
-        if self._direct >= 0:
-            os.close(self._direct)
-            self._direct = -1
+        direct, self._direct = self._direct, -1
+        if direct >= 0:
+            close_file(direct)
         super().close()
 
     def _fall_back(self, when: str) -> None:
@@ -310,7 +318,12 @@ class MappedSource(Source):
             mapping = mmap.mmap(self.descriptor, shard.size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         except (OSError, ValueError) as error:
             self.close()
-            raise UnreadableFileError(f"cannot be mapped ({error})", file=shard.path, remedy="Use --io pread") from None
+            raise UnreadableFileError(
+                f"cannot be mapped ({error})",
+                file=shard.path,
+                errno=error.errno if isinstance(error, OSError) else None,
+                remedy="Use --io pread",
+            ) from None
         # The array alone keeps the mapping, and its descriptor: it ends when the array goes.
         self._bytes: Bytes | None = np.frombuffer(mapping, np.uint8)
 
@@ -354,17 +367,23 @@ class MappedSource(Source):
         except OSError as error:
             if error.errno == errno.EINVAL:  # before Linux 5.14: the size is all that can be checked
                 self.check_unchanged()
-            elif os.fstat(self.descriptor).st_size < part.offset + part.nbytes:
+            elif self.shard.status(self.descriptor).st_size < part.offset + part.nbytes:
                 raise self._ended(part) from None
             else:
                 raise self._failed(part, part.offset, error) from None
         return view
 
     def drop(self, first: int, last: int) -> bool:
-        advise(self._view[first * PAGE : last * PAGE], MADV_DONTNEED)
-        return True
+        with suppress(OSError):  # an advice: the pages are resident until the mapping ends
+            advise(self._view[first * PAGE : last * PAGE], MADV_DONTNEED)
+            return True
+        return False
 
-    def close(self) -> None:
+    def unmap(self) -> None:
+        """End the mapping, and not yet the descriptor. A second call does nothing."""
         # Views are short-lived and all dropped by now; if one is not, the mapping lives as long as it does.
         self._bytes = None
+
+    def close(self) -> None:
+        self.unmap()
         super().close()

@@ -103,7 +103,8 @@ class Releaser:
         given_back = last - first if source.drop(first, last) else 0
         evicted = 0
         for start, stop in self._evictable(shard, first, last):
-            evict(source.descriptor, start, stop)
+            if not evict(source.descriptor, start, stop):
+                continue
             # Reads around the cache put nothing there: only what was there before can go.
             known = self._residency[shard].pages[start:stop]
             evicted += stop - start if source.fills_cache else int(np.count_nonzero(known))

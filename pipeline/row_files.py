@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
-from ggufstream.errors import FileChangedError, TruncatedFileError
-from ggufstream.gguf_file import FileIdentity, Shard
+from ggufstream.errors import TruncatedFileError, UnreadableFileError
+from ggufstream.gguf_file import Shard
 from ggufstream.gguf_layout import TensorInfo
 from ggufstream.pages import PAGE, evict
 from ggufstream.row_cache import Ids
@@ -70,31 +70,33 @@ class TableFile:
         return merge(ids, offset=self.tensor.offset, row_bytes=self.tensor.row_bytes)
 
     def reopen(self, flags: int = 0) -> int:
-        """The same file, whatever its path names by now, with a position and an advice of its own."""
-        return os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC | flags)
-
-    def check_unchanged(self, descriptor: int) -> None:
-        """Compare the file with what its header was read from.
+        """The same file, whatever its path names by now, with a position and an advice of its own.
 
         Raises:
-            FileChangedError: Size or time differ.
+            UnreadableFileError: The system refuses.
         """
-        now = FileIdentity.of(os.fstat(descriptor))
-        if now != self.shard.identity:
-            was = self.shard.identity
-            changes = ", ".join(
-                f"{name} {old} → {new}" for name, old, new in zip(was._fields, was, now, strict=True) if old != new
-            )
-            raise FileChangedError(
-                f"changed after it was loaded ({changes}), so rows of {self.tensor.name} cannot be trusted any more",
+        try:
+            return os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC | flags)
+        except OSError as error:
+            raise UnreadableFileError(
+                f"cannot be opened again for rows of {self.tensor.name} ({error.strerror})",
                 file=self.shard.path,
                 tensor=self.tensor.name,
-                remedy="Load it again when nothing writes to it",
-            )
+                errno=error.errno,
+                remedy="Check how many files this process may open",
+            ) from None
+
+    def check_unchanged(self, descriptor: int) -> None:
+        """Compare the file with what its header was read from, see ``Shard.check_unchanged``."""
+        self.shard.check_unchanged(descriptor, tensor=self.tensor.name)
+
+    def ends_before(self, descriptor: int, end: int) -> bool:
+        """Whether the file is shorter now."""
+        return self.shard.status(descriptor).st_size < end
 
     def truncated(self, descriptor: int, needed: int) -> TruncatedFileError:
         """The error for a file that ends before byte ``needed``."""
-        size = os.fstat(descriptor).st_size
+        size = self.shard.status(descriptor).st_size
         return TruncatedFileError(
             f"ends at byte {size:,}, before rows of {self.tensor.name} that were asked for: it was truncated after it "
             f"was loaded",

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from ggufstream.file_bytes import close_file
 from ggufstream.layouts import Bytes
 from ggufstream.pages import PAGE, advise
 from ggufstream.row_cache import Ids
@@ -136,10 +137,10 @@ def copy_runs(memory: Bytes, runs: Runs, target: Bytes) -> int:
     remote[:, 0] = memory.ctypes.data + runs.first
     remote[:, 1] = runs.nbytes
     process, done = os.getpid(), 0
-    for first in range(0, len(remote), _IOV_MAX):
-        part = remote[first : first + _IOV_MAX]
-        wanted = int(part[:, 1].sum())
-        local = np.array([[target.ctypes.data + done, wanted]], np.uint64)
+    while len(remote):
+        part = remote[:_IOV_MAX]
+        ends = np.cumsum(part[:, 1])
+        local = np.array([[target.ctypes.data + done, ends[-1]]], np.uint64)
         arguments = (ctypes.c_void_p(local.ctypes.data), 1, ctypes.c_void_p(part.ctypes.data), len(part), 0)
         call = _libc.process_vm_readv
         call.restype = ctypes.c_ssize_t
@@ -149,9 +150,14 @@ def copy_runs(memory: Bytes, runs: Runs, target: Bytes) -> int:
             if number != errno.EFAULT:
                 raise OSError(number, os.strerror(number))
             return done
-        done += count
-        if count < wanted:
+        if count == 0:
             return done
+        done += count
+        whole = int(np.searchsorted(ends, count, "right"))
+        remote = remote[whole:]
+        if whole < len(part):  # stopped within a run
+            into = count - (int(ends[whole - 1]) if whole else 0)
+            remote[0] += np.array([into, -into]).astype(np.uint64)
     return done
 
 
@@ -179,7 +185,7 @@ def _advise_at_once(vectors: npt.NDArray[np.uint64], advice: int) -> int:
             done = reached
         return done
     finally:
-        os.close(process)
+        close_file(process)
 
 
 if hasattr(_libc, "process_madvise"):
@@ -333,7 +339,7 @@ class AsyncReads:
                 continue
             if got < 0:
                 self._destroy()  # waits for what is in flight: nothing may write into memory that is given back
-                raise OSError(-got, os.strerror(-got))
+                return  # what is not known to have ended well is the caller's to read
             results[events["data"][:got].astype(np.int64)] = events["result"][:got]
             ended += got
 

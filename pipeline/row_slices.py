@@ -7,7 +7,6 @@ device decodes the rows that are wanted, side by side, and they come back in one
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -115,7 +114,7 @@ class SliceRows(RowSource):
                 advise_runs(view, _within(runs, view.size), MADV_POPULATE_READ)
             except OSError as error:
                 needed = table.tensor.offset + (int(ids[-1]) + 1) * self._tensor.row_bytes
-                if error.errno != errno.EINVAL and os.fstat(table.descriptor).st_size < needed:
+                if error.errno != errno.EINVAL and table.ends_before(table.descriptor, needed):
                     raise table.truncated(table.descriptor, needed) from None
                 table.check_unchanged(table.descriptor)
                 if error.errno != errno.EINVAL:  # that is a kernel before 5.14, which cannot be asked

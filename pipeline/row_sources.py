@@ -23,7 +23,7 @@ import numpy.typing as npt
 from ggufstream.backends.base import Backend, Chunk, Slice
 from ggufstream.backends.host_memory import anonymous_memory
 from ggufstream.errors import TruncatedFileError, UnreadableFileError
-from ggufstream.file_bytes import read_error, read_exactly
+from ggufstream.file_bytes import close_file, read_error, read_exactly
 from ggufstream.ggml_types import GGMLType
 from ggufstream.layouts import Bytes, Raw
 from ggufstream.pages import MADV_DONTNEED, MADV_POPULATE_READ, PAGE, advise, page_span
@@ -106,7 +106,8 @@ class PreadRows(FileRows):
         super().__init__(table, reason)
         self._descriptor = table.reopen()
         # The kernel keeps this advice for all that the descriptor reads: it is the table's own.
-        os.posix_fadvise(self._descriptor, table.tensor.offset, table.tensor.nbytes, os.POSIX_FADV_RANDOM)
+        with suppress(OSError):  # some file systems take none
+            os.posix_fadvise(self._descriptor, table.tensor.offset, table.tensor.nbytes, os.POSIX_FADV_RANDOM)
         self._flags = 0 if table.kept is None else _RWF_DONTCACHE
 
     def fetch(self, ids: Ids) -> npt.NDArray[np.uint8]:
@@ -153,9 +154,9 @@ class PreadRows(FileRows):
             raise table.truncated(self._descriptor, offset + memory.size) from None
 
     def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            close_file(descriptor)
 
 
 class DirectRows(PreadRows):
@@ -173,8 +174,8 @@ class DirectRows(PreadRows):
         self._kernel = AsyncReads()
         try:
             self._direct = table.reopen(os.O_DIRECT)
-        except OSError as error:
-            self._fall_back(f"at open ({error.strerror})")
+        except UnreadableFileError as error:
+            self._fall_back(f"at open ({os.strerror(error.errno or 0)})")
 
     def fetch(self, ids: Ids) -> npt.NDArray[np.uint8]:
         if self.strategy != "direct":
@@ -232,9 +233,9 @@ class DirectRows(PreadRows):
                 self.reason += f"; the file system refused O_DIRECT {when}"
 
     def close(self) -> None:
-        if self._direct >= 0:
-            os.close(self._direct)
-            self._direct = -1
+        direct, self._direct = self._direct, -1
+        if direct >= 0:
+            close_file(direct)
         self._kernel.close()
         self._scratch.clear()
         super().close()
@@ -265,17 +266,19 @@ class MappedRows(FileRows):
                 offset=self._origin,
             )
         except (OSError, ValueError) as error:
-            os.close(self._descriptor)
+            close_file(self._descriptor)
             self._descriptor = -1
             raise UnreadableFileError(
                 f"{tensor.name} cannot be mapped ({error})",
                 file=table.shard.path,
                 tensor=tensor.name,
+                errno=error.errno if isinstance(error, OSError) else None,
                 remedy="Use another row strategy, pread for instance",
             ) from None
         self._bytes: Bytes | None = np.frombuffer(mapping, np.uint8)
         self._kernel_copies = True
-        advise(self._bytes, MADV_RANDOM)
+        with suppress(OSError):
+            advise(self._bytes, MADV_RANDOM)
 
     def fetch(self, ids: Ids) -> npt.NDArray[np.uint8]:
         row_bytes = self.table.tensor.row_bytes
@@ -299,7 +302,7 @@ class MappedRows(FileRows):
 
     def _missing(self, offset: int, end: int) -> NoReturn:
         """A page at ``offset`` of the file could not be had."""
-        if os.fstat(self._descriptor).st_size < end:
+        if self.table.ends_before(self._descriptor, end):
             raise self.table.truncated(self._descriptor, end)
         raise self._failed(OSError(errno.EIO, os.strerror(errno.EIO)), offset)
 
@@ -316,13 +319,15 @@ class MappedRows(FileRows):
                 self._populate(shifted, runs)
                 yield self._bytes, runs
             finally:
-                advise_runs(self._bytes, shifted, MADV_DONTNEED)
+                with suppress(OSError):  # they stay resident until others are wanted
+                    advise_runs(self._bytes, shifted, MADV_DONTNEED)
         self.table.check_unchanged(self._descriptor)
         self._count(runs.first.size, int(runs.nbytes.sum()))
 
     def _unmap(self) -> None:
         assert self._bytes is not None
-        advise(self._bytes, MADV_DONTNEED)
+        with suppress(OSError):
+            advise(self._bytes, MADV_DONTNEED)
 
     def _populate(self, shifted: Runs, runs: Runs) -> None:
         assert self._bytes is not None
@@ -332,7 +337,7 @@ class MappedRows(FileRows):
             table, end = self.table, min(int(runs.last[-1]), self.table.tensor.offset + self.table.tensor.nbytes)
             if error.errno == errno.EINVAL:  # before Linux 5.14: the size is all that can be checked
                 table.check_unchanged(self._descriptor)
-            elif os.fstat(self._descriptor).st_size < end:
+            elif table.ends_before(self._descriptor, end):
                 raise table.truncated(self._descriptor, end) from None
             else:
                 offset = self._origin + self._first_bad(shifted)
@@ -352,10 +357,10 @@ class MappedRows(FileRows):
         if self._bytes is not None:
             self._unmap()
             self._bytes = None
-        if self._descriptor >= 0:
-            self.table.evict_rest(self._descriptor)
-            os.close(self._descriptor)
-            self._descriptor = -1
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            self.table.evict_rest(descriptor)
+            close_file(descriptor)
 
 
 class DeviceReadRows(MappedRows):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -13,9 +12,9 @@ import numpy.typing as npt
 
 from ggufstream.backends.arena import Arena
 from ggufstream.backends.base import Backend, Chunk, Slice
-from ggufstream.errors import ClosedError, FileChangedError, OptionError
+from ggufstream.errors import ClosedError, OptionError
 from ggufstream.file_bytes import read_exactly
-from ggufstream.gguf_file import FileIdentity, FileIndex
+from ggufstream.gguf_file import FileIndex
 from ggufstream.layouts import Bytes
 from ggufstream.load_plan import LoadPlan, PlanEntry
 from ggufstream.read import MappedSource
@@ -155,13 +154,7 @@ class Storage:
         tensor = entry.tensor
         shard, descriptor = self.index.shards[tensor.shard], self._descriptors[tensor.shard]
         read_exactly(descriptor, destination, tensor.offset + offset, file=shard.path, tensor=tensor.name)
-        if FileIdentity.of(os.fstat(descriptor)) != shard.identity:
-            raise FileChangedError(
-                f"changed after it was loaded, so the bytes of {tensor.name} cannot be had from it any more",
-                file=shard.path,
-                tensor=tensor.name,
-                remedy="Load it again when nothing writes to it",
-            )
+        shard.check_unchanged(descriptor, tensor=tensor.name)
 
     def host_memory(self, entry: PlanEntry) -> Bytes:
         """The bytes of a tensor that lies in one slice of host memory, read-only.

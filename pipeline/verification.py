@@ -23,9 +23,9 @@ import numpy.typing as npt
 from ggufstream.backends.base import Chunk, Slice
 from ggufstream.backends.products import linear_by_decoding, multiply_in_order
 from ggufstream.decode import DECODABLE, decode
-from ggufstream.errors import FileChangedError, UnreadableFileError
-from ggufstream.file_bytes import read_exactly
-from ggufstream.gguf_file import FileIdentity, Shard
+from ggufstream.errors import UnreadableFileError
+from ggufstream.file_bytes import close_file, read_exactly
+from ggufstream.gguf_file import Shard
 from ggufstream.gguf_layout import TensorInfo
 from ggufstream.layouts import Bytes, Extent, Raw
 from ggufstream.model import Model, Weight
@@ -111,6 +111,7 @@ async def verify(model: Model, *, on_tensor: Callable[[str], None] | None = None
                 differing.append(Difference(tensor=weight.name, what=what))
             if on_tensor is not None:
                 on_tensor(weight.name)
+        await in_thread(files.check_unchanged)  # a difference in what was read after it changed is none
     finally:
         files.close()
     return VerifyReport(
@@ -218,20 +219,26 @@ class _Files:
     def __init__(self, shards: tuple[Shard, ...]) -> None:
         self._shards = shards
         self._descriptors: list[int] = []
-        path = ""
         try:
             for shard in shards:
-                path = shard.path
-                self._descriptors.append(os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
-                if FileIdentity.of(os.fstat(self._descriptors[-1])) != shard.identity:
-                    raise FileChangedError(
-                        "changed after it was loaded", file=path, remedy="Load it again to verify it"
-                    )
-        except OSError as error:
+                self._descriptors.append(self._open(shard))
+            self.check_unchanged()
+        except BaseException:
             self.close()
-            if isinstance(error, FileChangedError):
-                raise
-            raise UnreadableFileError(f"cannot be opened ({error.strerror})", file=path, errno=error.errno) from None
+            raise
+
+    @staticmethod
+    def _open(shard: Shard) -> int:
+        try:
+            return os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            what = f"cannot be opened ({error.strerror})"
+            raise UnreadableFileError(what, file=shard.path, errno=error.errno) from None
+
+    def check_unchanged(self) -> None:
+        """All are the files that were loaded."""
+        for shard, descriptor in zip(self._shards, self._descriptors, strict=True):
+            shard.check_unchanged(descriptor)
 
     def read(self, tensor: TensorInfo, offset: int, destination: Bytes) -> None:
         read_exactly(
@@ -280,4 +287,4 @@ class _Files:
 
     def close(self) -> None:
         while self._descriptors:
-            os.close(self._descriptors.pop())
+            close_file(self._descriptors.pop())

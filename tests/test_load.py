@@ -345,7 +345,7 @@ async def test_verify_refuses_a_file_that_changed_after_loading(tmp_path: Path) 
     path = write_model(tmp_path / "m.gguf")
     async with await ggufstream.load(path, backend="cpu") as model:
         write_model(path, seed=1)
-        with pytest.raises(FileChangedError, match="changed after it was loaded"):
+        with pytest.raises(FileChangedError, match="changed since its header was read"):
             await ggufstream.verify(model)
 
 
