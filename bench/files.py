@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import struct
 from pathlib import Path
@@ -9,8 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from ggufstream.ggml_types import BY_NAME, GGMLType
+from ggufstream.gguf_file import read_index
 
-__all__ = ["CACHE", "model_file"]
+__all__ = ["CACHE", "model_file", "safetensors_file", "tensor_bytes", "tensor_ranges"]
 
 CACHE = Path(__file__).parents[1] / ".cache" / "bench"
 
@@ -64,3 +67,45 @@ def model_file(type_name: str, nbytes: int, *, tensors: int = 192) -> Path:
         os.fsync(file.fileno())
     unfinished.rename(path)
     return path
+
+
+def tensor_ranges(path: Path) -> list[tuple[str, int, int]]:
+    """Name, offset and size in bytes of each tensor."""
+    return [(tensor.name, tensor.offset, tensor.nbytes) for tensor in asyncio.run(read_index(path)).tensors]
+
+
+def tensor_bytes(path: Path) -> int:
+    """What a load of everything moves."""
+    return sum(nbytes for _, _, nbytes in tensor_ranges(path))
+
+
+def safetensors_file(path: Path) -> Path:
+    """The same tensors, byte for byte, as safetensors: F16 as such, blocks as bytes. Kept beside the GGUF file.
+
+    The format: the header's size, a header in JSON with offsets from its end, the data without gaps.
+    """
+    target = path.with_suffix(".safetensors")
+    if target.exists():
+        return target
+    header: dict[str, dict[str, object]] = {}
+    end = 0
+    tensors = asyncio.run(read_index(path)).tensors
+    for tensor in tensors:
+        is_half = tensor.type.name == "F16"
+        shape = list(tensor.shape) if is_half else [tensor.nbytes]
+        header[tensor.name] = {
+            "dtype": "F16" if is_half else "U8", "shape": shape, "data_offsets": [end, end + tensor.nbytes]
+        }  # fmt: skip
+        end += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    unfinished = target.with_suffix(".part")
+    with path.open("rb") as source, unfinished.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors:
+            source.seek(tensor.offset)
+            file.write(source.read(tensor.nbytes))
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.rename(target)
+    return target

@@ -1,0 +1,56 @@
+"""Compare ggufstream with the hardware's limit and with the other loaders, side by side in one run.
+
+    python -m bench --quick          small files, about two minutes
+    python -m bench                  the whole comparison
+    python -m bench --gpu            on a machine with an NVIDIA GPU and PyTorch
+
+Every figure of a row is from this run. Loads from the page cache (warm) and from the disk (cold) are never in one table;
+mincore is asked before each load. Contestants take turns, each in a process of its own, and whatever memory a load needs
+has been touched just before. Packages that are not here are named as missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+from bench.files import CACHE
+from bench.machine import describe
+from bench.results import Run
+from ggufstream.options import parse_bytes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="small files, few repeats")
+    parser.add_argument("--gpu", action="store_true", help="the suite for an NVIDIA GPU")
+    parser.add_argument("--bytes", type=parse_bytes, help="size of the files; default: 4 GiB, quick 256 MiB")
+    parser.add_argument("--repeats", type=int, help="turns that count; default: 5, quick 3")
+    parser.add_argument("--output", type=Path, default=CACHE / "result.json", help="JSON; .md, .png, .html beside it")
+    options = parser.parse_args()
+    started = time.perf_counter()
+    run = Run(
+        date=datetime.now(UTC).strftime("%Y-%m-%d"),
+        command=shlex.join(["python", "-m", "bench", *sys.argv[1:]]),
+        machine=describe(CACHE),
+    )
+    nbytes = options.bytes or (256 << 20 if options.quick else 4 << 30)
+    repeats = options.repeats or (3 if options.quick else 5)
+    if options.gpu:
+        from bench.gpu import run_gpu
+
+        run_gpu(run, nbytes=nbytes, repeats=repeats, patience=15)
+    run.seconds = time.perf_counter() - started
+    print(run.markdown())
+    for path in run.write(options.output):
+        print(path, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
