@@ -45,7 +45,7 @@ from ggufstream.release import Releaser
 from ggufstream.report import ArenaReport, DigestReport, FallbackReport, LoadReport, PlacementReport, RowsReport
 from ggufstream.reservations import Claim, Promised, Reservations
 from ggufstream.row_tables import RowTables
-from ggufstream.storage import Lease, Storage
+from ggufstream.storage import Lease, Storage, without_frames
 from ggufstream.stream import Stream, default_workers
 from ggufstream.threads import clean_up_in_thread, in_thread
 from ggufstream.timeline import Timeline
@@ -123,10 +123,9 @@ class Execution:
         except BaseException as error:
             await self._undo()
             typed = typed_error(error, self._path)
-            if isinstance(typed, GGUFStreamError) and not isinstance(typed, PlanViolationError):
-                # Frames of the failed load refer to slabs and mappings: a kept exception must not keep those.
-                raise typed.with_traceback(None) from None
-            raise
+            if not isinstance(typed, GGUFStreamError) or isinstance(typed, PlanViolationError):
+                raise
+        raise without_frames(typed)  # not above, where it would have the frames of ``error`` for its context
 
     async def _undo(self) -> None:
         try:

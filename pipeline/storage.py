@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import anyio
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ggufstream.backends.arena import Arena
 from ggufstream.backends.base import Backend, Chunk, Slice
-from ggufstream.errors import ClosedError, OptionError
+from ggufstream.errors import ClosedError, GGUFStreamError, OptionError
 from ggufstream.file_bytes import read_exactly
 from ggufstream.gguf_file import FileIndex
 from ggufstream.layouts import Bytes
@@ -21,7 +21,7 @@ from ggufstream.read import MappedSource
 from ggufstream.row_tables import RowTables, slices_of
 from ggufstream.threads import clean_up_in_thread, in_thread, uninterrupted
 
-__all__ = ["Lease", "Storage"]
+__all__ = ["Lease", "Storage", "without_frames"]
 
 _T = TypeVar("_T")
 
@@ -185,6 +185,30 @@ class Storage:
         }
 
 
+def without_frames(error: GGUFStreamError) -> GGUFStreamError:
+    """The error without the frames that it went through, and without the errors that it came of and their frames.
+
+    They refer to mappings and slabs, and to all callers: an exception that somebody keeps must not keep those.
+    """
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
+
+
+class _InUse:
+    """A block in which the memory stays."""
+
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
+
+    def __enter__(self) -> None:
+        self._lease.begin()
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self._lease.end()
+        if isinstance(error, GGUFStreamError):
+            without_frames(error)  # it is raised on; raised here, it would have this frame, and with it the traceback
+
+
 class Lease:
     """The right to use a storage. As long as calls run under it, the memory stays."""
 
@@ -196,18 +220,21 @@ class Lease:
         self._running = 0
         self._idle = anyio.Event()
 
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
+    def in_use(self) -> _InUse:
         """``aclose`` waits for the end of this block."""
+        return _InUse(self)
+
+    def begin(self) -> None:
+        """A call begins."""
         self.check_open()
         self._running += 1
-        try:
-            yield
-        finally:
-            self._running -= 1
-            if self._running == 0:
-                self._idle.set()
-                self._idle = anyio.Event()
+
+    def end(self) -> None:
+        """A call has ended."""
+        self._running -= 1
+        if self._running == 0:
+            self._idle.set()
+            self._idle = anyio.Event()
 
     async def run(self, work: Callable[[], _T]) -> _T:
         """Run ``work`` in a worker thread; ``aclose`` waits for it."""
