@@ -24,6 +24,8 @@ import ggufstream
 from bench.files import model_file
 from ggufstream.backends.host_memory import anonymous_memory
 from ggufstream.backends.registry import open_backend
+from ggufstream.digest import tensor_digests
+from ggufstream.manifest import format_manifest
 from ggufstream.options import parse_bytes
 from ggufstream.pages import Residency
 
@@ -81,15 +83,24 @@ async def one_load(path: Path, backend: Any, options: dict[str, Any]) -> dict[st
         return model.report.to_dict()
 
 
+def manifest_of(path: Path) -> Path:
+    """The manifest of a file, written beside it."""
+    manifest = path.with_suffix(".manifest")
+    index, digests = asyncio.run(tensor_digests(path))
+    manifest.write_text(format_manifest(index, digests))
+    return manifest
+
+
 def contestants(args: argparse.Namespace) -> list[dict[str, Any]]:
-    names = ("type", "backend", "upload", "io", "workers", "range_bytes")
-    values = (args.type, args.backend, args.upload, args.io, args.workers, args.range)
+    names = ("type", "backend", "upload", "io", "workers", "range_bytes", "digest")
+    values = (args.type, args.backend, args.upload, args.io, args.workers, args.range, args.digest)
     return [dict(zip(names, chosen, strict=True)) for chosen in itertools.product(*values)]
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = contestants(args)
     files = {name: model_file(name, args.bytes, tensors=args.tensors) for name in args.type}
+    manifests = {name: manifest_of(path) for name, path in files.items()} if "on" in args.digest else {}
     seconds: dict[int, list[float]] = {i: [] for i in range(len(rows))}
     limits: dict[str, list[float]] = {name: [] for name in args.type}
     reports: dict[int, dict[str, Any]] = {}
@@ -105,6 +116,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             options = {key: row[key] for key in ("io", "workers", "range_bytes")}
             options |= {"staging_bytes": args.staging, "page_cache": "auto" if args.cold else "keep"}
             path = files[row["type"]]
+            options["digest"] = manifests[row["type"]] if row["digest"] == "on" else None
             set_cache(path, cold=args.cold)
             direct = {"auto": None, "direct": True, "staged": False}[row["upload"]]
             device = args.device if row["backend"] == "vulkan" else None
@@ -145,6 +157,7 @@ def main() -> None:
     parser.add_argument("--io", nargs="+", default=["auto"])
     parser.add_argument("--workers", nargs="+", type=int, default=[None])
     parser.add_argument("--range", nargs="+", type=parse_bytes, default=[8 << 20])
+    parser.add_argument("--digest", nargs="+", choices=("off", "on"), default=["off"], help="compare with a manifest")
     parser.add_argument("--staging", type=parse_bytes, default=256 << 20)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--cold", action="store_true")
@@ -158,7 +171,7 @@ def main() -> None:
     for row in rows:
         print(
             f"{row['type']:6} {row['backend']:24} {row['upload']:7} {row['io']:7} workers {row['workers'] or 'auto':>4} "
-            f"range {row['range_bytes'] >> 20:3} MiB  {row['gb_per_second']:6.2f} GB/s  {row['of_limit']:5.2f} of limit  "
+            f"range {row['range_bytes'] >> 20:3} MiB  digest {row['digest']:3}  {row['gb_per_second']:6.2f} GB/s  {row['of_limit']:5.2f} of limit  "
             f"first layer {row['first_layer_seconds'] or 0:.3f} s  lag {row['lag_ms']:.1f} ms"
         )
 

@@ -23,6 +23,7 @@ from ggufstream.options import (
 from ggufstream.terminal import LogFormat, configure_logging
 
 __all__ = [
+    "digest_options",
     "every_row_option",
     "loading_options",
     "page_cache_option",
@@ -155,6 +156,30 @@ def loading_options(function: _F) -> _F:
 every_row_option = click.option(
     "--all", "every_row", is_flag=True, help="A row for every tensor; a terminal else shows alike layers as one."
 )
+
+_DIGESTS = (
+    _option(
+        "--digest",
+        "digest",
+        metavar="MANIFEST",
+        help="Compare every tensor with a manifest of `ggufstream digest` or llama.cpp's gguf-hash.",
+    ),
+    _option(
+        "--sha256",
+        "sha256",
+        metavar="HEX",
+        multiple=True,
+        help="Compare the whole file with its sha256; once for each shard, in order.",
+    ),
+)
+
+
+def digest_options(function: _F) -> _F:
+    """Gives a verb the options of what a load is compared with."""
+    for option in reversed(_DIGESTS):
+        function = option(function)
+    return function
+
 
 trace_option = click.option(
     "--trace",

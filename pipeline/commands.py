@@ -7,11 +7,13 @@ import re
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ggufstream.cli_options import (
+    digest_options,
     every_row_option,
     loading_options,
     page_cache_option,
@@ -240,6 +242,7 @@ async def _written(writing: Awaitable[None]) -> None:
 @commands.command(short_help="Load, print the report, free.")
 @click.argument("file")
 @trace_option
+@digest_options
 @loading_options
 def load(file: str, *, trace: str | None, as_json: bool, log_format: LogFormat, **given: Any) -> None:
     """Load FILE onto a device, print the report, and free everything."""
@@ -262,6 +265,7 @@ def load(file: str, *, trace: str | None, as_json: bool, log_format: LogFormat, 
 @commands.command(short_help="Load, and compare every byte with the file.")
 @click.argument("file")
 @trace_option
+@digest_options
 @loading_options
 def verify(file: str, *, trace: str | None, as_json: bool, log_format: LogFormat, **given: Any) -> int:
     """Load FILE and check what arrived.
@@ -303,6 +307,46 @@ def _comparing(model: Model, display: ProgressDisplay) -> Callable[[str], None]:
         display.show(title, done, total)
 
     return on_tensor
+
+
+@commands.command(short_help="Write digests of each tensor.")
+@click.argument("file")
+@click.option("-o", "--output", metavar="FILE", help="Where to write them; default: stdout.")
+@shared_options
+def digest(file: str, *, output: str | None, as_json: bool, log_format: LogFormat, verbose: int) -> None:
+    """Write a manifest of FILE, digests of each tensor, in the format of llama.cpp's gguf-hash.
+
+    `load --digest` and `gguf-hash --check` compare a file with it.
+    """
+    from ggufstream.digest import tensor_digests
+    from ggufstream.manifest import format_manifest
+    from ggufstream.threads import in_thread
+
+    configure_logging(log_format, verbose)
+    if output is not None:
+        _spare(file, output, "--output")
+
+    async def work() -> tuple[str, dict[str, dict[str, str]]]:
+        with progress_bar(log_format) as bar:
+            title = f"digest of {os.path.basename(file)}"
+            index, digests = await tensor_digests(file, on_bytes=partial(bar.show, title))
+        text = await in_thread(partial(format_manifest, index, digests))
+        if output is not None:
+            await _written(_write_text(output, text))
+        return text, digests
+
+    text, digests = run_interruptible(work)
+    if as_json:
+        write_json({"file": file, "tensors": digests, "manifest": output})
+    else:
+        write_out(text if output is None else f"{output}\n")
+
+
+async def _write_text(path: str, text: str) -> None:
+    import aiofiles
+
+    async with aiofiles.open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
+        await file.write(text)
 
 
 @commands.command(short_help="Make a page of a trace.")

@@ -1,6 +1,6 @@
 """Manifests: a digest for each tensor, as llama.cpp's ``gguf-hash`` writes and checks them. Reads no model.
 
-One line a tensor: algorithm, digest in hex, file and tensor, such as
+One line a digest: algorithm, digest in hex, file and tensor, such as
 ``xxh64     f66e9cd66a4396a0  test.gguf:tensor_0``. A manifest may hold several algorithms, several files (shards have
 their lines each), and lines for whole models, which are passed over here. Format: ``examples/gguf-hash`` of llama.cpp.
 """
@@ -23,7 +23,7 @@ from ggufstream.threads import in_thread
 
 __all__ = ["Manifest", "format_manifest", "read_manifest"]
 
-HEX_DIGITS: Mapping[str, int] = MappingProxyType({"xxh64": 16, "sha256": 64, "sha1": 40})
+HEX_DIGITS: Mapping[str, int] = MappingProxyType({"xxh3": 16, "xxh64": 16, "sha256": 64, "sha1": 40})
 """Algorithms that are known, the fastest first: of several in one manifest the first is used."""
 
 _LINE = re.compile(r"(?P<algorithm>\w+)\s+(?P<digest>[0-9a-fA-F]+) {1,2}(?P<what>.+)")
@@ -42,8 +42,9 @@ class Manifest:
     """By tensor: lower-case hex."""
 
 
-def format_manifest(index: FileIndex, digests: Mapping[str, str], *, algorithm: str) -> str:
-    """The text of a manifest. Files are named as ``index`` names them, which is what ``gguf-hash --check`` compares.
+def format_manifest(index: FileIndex, digests: Mapping[str, Mapping[str, str]]) -> str:
+    """The text of a manifest, from the digests of each tensor by algorithm. Files are named as ``index`` names them, which
+    is what ``gguf-hash --check`` compares.
 
     Raises:
         UnsupportedFileError: A name has a line break, which the format has no way to write.
@@ -59,7 +60,7 @@ def format_manifest(index: FileIndex, digests: Mapping[str, str], *, algorithm: 
                 tensor=tensor.name,
                 remedy="Rename it, or check the whole file with --sha256",
             )
-        lines.append(f"{algorithm:<8}  {digests[tensor.name]}  {what}\n")
+        lines += [f"{algorithm:<8}  {digest}  {what}\n" for algorithm, digest in digests[tensor.name].items()]
     return "".join(lines)
 
 

@@ -65,6 +65,8 @@ def _flat(prefix: str, value: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         name = f"{prefix}_{str(key).lower()}"
         if isinstance(inner, Mapping):
             yield from _flat(name, inner)
+        elif isinstance(inner, list | tuple):
+            yield name, len(inner)
         else:
             yield name, inner
 

@@ -390,9 +390,9 @@ class Stream:
     def _pack(self, part: Range, scratch: Bytes | None, runs: list[list[Bytes]]) -> None:
         with self._timed(part, "read"):
             data = self._sources[part.shard].fetch(part, scratch)
-        self._checks.update(part, pieces(part, data))
         with self._timed(part, "repack"):
             pack(part, self._plan, data, runs)
+        self._checks.update(part, pieces(part, data))  # last: the bytes are near, and those before have been checked
 
     def _settle(self) -> None:
         """Wait for the device, in order of upload. One thread."""
