@@ -85,15 +85,25 @@ def printable(text: object) -> str:
 class GGUFStreamError(Exception):
     """Base of all errors of this package.
 
-    ``remedy`` is one sentence that says what the user can do; it is part of ``str()``.
+_MOST_WHAT, _MOST_REMEDY = 1500, 450
+
+
+def _short(text: str, most: int) -> str:
+    """One line of a message. Whoever has written it cuts names; this holds for what nobody thought of."""
+    line = printable(text)
+    return line if len(line) <= most else f"{line[: most // 2]} … {line[-(most // 2 - 3) :]}"
+
+
+    ``remedy`` is one sentence that says what the user can do; it is part of ``str()``, which is always one line below
+    2,000 characters that a terminal can show.
     """
 
     exit_code: ClassVar[int] = 1
 
     def __init__(self, what: str, *, remedy: str = "") -> None:
-        self.what = what
-        self.remedy = remedy
-        super().__init__(what)
+        self.what = _short(what, _MOST_WHAT)
+        self.remedy = _short(remedy, _MOST_REMEDY)
+        super().__init__(self.what)
 
     def __str__(self) -> str:
         return f"{self.what}. {self.remedy}" if self.remedy else self.what
@@ -120,8 +130,7 @@ class FileError(GGUFStreamError):
         self.offset = offset
         self.needed = needed
         self.available = available
-        # One line whatever the name: a path may hold line breaks and terminal escapes.
-        super().__init__(f"{printable(self.file)}: {what}", remedy=remedy)
+        super().__init__(f"{self.file}: {what}", remedy=remedy)
 
 
 class MissingFileError(FileError, FileNotFoundError):

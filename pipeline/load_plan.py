@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ggufstream.backends.base import Capabilities
 from ggufstream.errors import OutOfDeviceMemoryError
-from ggufstream.gguf_layout import TensorInfo
+from ggufstream.gguf_layout import TensorInfo, quoted
 from ggufstream.layouts import Extent, Layout
 from ggufstream.options import Intent, Placement
 from ggufstream.pages import PAGE
@@ -293,7 +293,7 @@ def check_fits(
         available = max(0, available)
         there = [entry for entry in load_plan.entries if entry.arena in need.arenas]
         largest = sorted(there, key=lambda entry: entry.device_bytes, reverse=True)[:3]
-        names = ", ".join(f"{entry.tensor.name} ({entry.device_bytes:,})" for entry in largest)
+        names = ", ".join(f"{quoted(entry.tensor.name)} ({entry.device_bytes:,})" for entry in largest)
         raise OutOfDeviceMemoryError(
             f"{load_plan.path} needs {need.needed:,} bytes on {need.name}, which has {available:,} available; "
             + (f"there is also memory of {', '.join(holders)}; " if holders else "")

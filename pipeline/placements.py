@@ -20,7 +20,7 @@ from typing import NamedTuple
 from ggufstream.backends.base import Backend, Capabilities
 from ggufstream.errors import OptionError, UnsupportedByDeviceError
 from ggufstream.ggml_types import BY_NAME
-from ggufstream.gguf_layout import TensorInfo
+from ggufstream.gguf_layout import TensorInfo, quoted
 from ggufstream.layouts import F32, Extent, Layout, Raw
 from ggufstream.options import Intent, LoadOptions, Placement
 from ggufstream.pages import PAGE
@@ -160,7 +160,7 @@ class Decider:
             case Placement.ROWS:
                 if role.intent != Intent.LOOKUP:
                     raise OptionError(
-                        f"override {override.pattern.pattern!r} leaves {tensor.name} in the file, but it is wanted as "
+                        f"override {override.pattern.pattern!r} leaves {quoted(tensor.name)} in the file, but it is wanted as "
                         f"{role.intent}, not only by row",
                         remedy="Choose HOST, or give it the intent LOOKUP (in Python: intents={name: Intent.LOOKUP})",
                     )
@@ -286,7 +286,7 @@ def _rows_within(tensor: TensorInfo, layout: Layout, rows: int, capabilities: Ca
         low, high = (middle, high) if nbytes(middle * step) <= limit else (low, middle - 1)
     if low == 0:
         raise UnsupportedByDeviceError(
-            f"{step} row(s) of {tensor.name} ({tensor.type.name}, {tensor.row_elements:,} elements a row) take "
+            f"{step} row(s) of {quoted(tensor.name)} ({tensor.type.name}, {tensor.row_elements:,} elements a row) take "
             f"{nbytes(step):,} bytes, but {capabilities.device} binds at most {limit:,}",
             backend=capabilities.backend,
             tensor=tensor.name,

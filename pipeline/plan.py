@@ -6,7 +6,6 @@ checks at the end that both came to the same. No other module asks for a name, s
 
 from __future__ import annotations
 
-import difflib
 import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -16,8 +15,8 @@ from types import MappingProxyType
 from ggufstream.backends.base import Backend, Capabilities, cannot_map
 from ggufstream.decode import DECODABLE
 from ggufstream.errors import OptionError, UnsupportedFileError
-from ggufstream.gguf_file import FileIndex
-from ggufstream.gguf_layout import TensorInfo
+from ggufstream.gguf_file import FileIndex, closest_names
+from ggufstream.gguf_layout import TensorInfo, quoted
 from ggufstream.layer_split import split_layers
 from ggufstream.load_plan import DEVICE, HOST, ArenaPlan, Held, LoadPlan, PlanEntry, SlicePlan, Span, memory_needs
 from ggufstream.options import Intent, LoadOptions, Placement
@@ -62,7 +61,7 @@ def make_plan(
     if index.tensors and not chosen:
         raise OptionError(
             f"select={options.select!r} matches none of the {len(index.tensors)} tensors of {index.path}",
-            remedy=f"The first is {index.tensors[0].name}; inspect lists all",
+            remedy=f"The first is {quoted(index.tensors[0].name)}; inspect lists all",
         )
     names = {tensor.name for tensor in chosen}
     overrides = Overrides(options.overrides, devices=len(devices))
@@ -115,7 +114,7 @@ def check_tables(load_plan: LoadPlan, options: LoadOptions) -> None:
             continue
         if entry.placement is Placement.ROWS or overrides.find(tensor.name) is None:
             raise UnsupportedFileError(
-                f"{tensor.name} is a lookup table of type {tensor.type.name}, for which there is no decoder",
+                f"{quoted(tensor.name)} is a lookup table of type {tensor.type.name}, for which there is no decoder",
                 file=load_plan.path,
                 tensor=tensor.name,
                 remedy="Convert it to a type such as Q8_0 or Q4_K, or load its bytes alone: lazy=off and an override to "
@@ -155,10 +154,9 @@ def _roles(index: FileIndex, options: LoadOptions) -> dict[str, Role]:
     if isinstance(intents, Mapping):
         for name in intents:
             if name not in result:
-                close = difflib.get_close_matches(name, result, 3)
                 raise OptionError(
-                    f"intents names {name!r}, which {index.path} does not have",
-                    remedy=f"Closest names: {', '.join(close)}" if close else "inspect lists all names",
+                    f"intents names {quoted(name)}, which {index.path} does not have",
+                    remedy=closest_names(name, result) or "inspect lists all names",
                 )
     for name, role in result.items():
         intent: object = (
@@ -166,7 +164,9 @@ def _roles(index: FileIndex, options: LoadOptions) -> dict[str, Role]:
         )
         if intent is not None:
             if not isinstance(intent, Intent) or not intent:
-                raise OptionError(f"intents gives {intent!r} for {name}", remedy="Give a non-empty Intent, or None")
+                raise OptionError(
+                    f"intents gives {intent!r} for {quoted(name)}", remedy="Give a non-empty Intent, or None"
+                )
             result[name] = Role(intent=intent, layer=role.layer)
     return result
 

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RichProgress", "StructlogSink", "flatten_report"]
 
+_LONGEST_NAME = 120
+
 
 def flatten_report(report: Mapping[str, Any]) -> dict[str, Any]:
     """A ``LoadReport.to_dict()`` as one flat record: numbers stay numbers, lists become counts and sums."""
@@ -132,7 +134,9 @@ class StructlogSink:
             key = f"{stage.stage}_seconds"
             seconds[key] = round(seconds.get(key, 0.0) + stage.ended - stage.started, 6)
         fields = {"load_id": event.load_id, "range": event.range, "nbytes": event.nbytes, "arena": event.arena}
-        self._log.debug("range_moved", **fields, tensors=len(event.tensors), first_tensor=event.tensors[0], **seconds)
+        self._log.debug(
+            "range_moved", **fields, tensors=len(event.tensors), first_tensor=_brief_name(event.tensors[0]), **seconds
+        )
 
     def sink_failed(self, load_id: str, sink: object, error: BaseException) -> None:
         """Record that another sink raised, and gets no more events of this load."""
@@ -147,14 +151,22 @@ class StructlogSink:
         for tensor, reason in event.fallbacks:
             by_reason.setdefault(reason, []).append(tensor)
         for reason, tensors in by_reason.items():
+            first = _brief_name(tensors[0])
             self._log.warning(
-                "fallback", load_id=event.load_id, tensors=len(tensors), first_tensor=tensors[0], reason=reason
+                "fallback", load_id=event.load_id, tensors=len(tensors), first_tensor=first, reason=reason
             )
 
 
 def _fields(event: Event) -> dict[str, Any]:
-    values = ((name, getattr(event, name)) for name in event.__dataclass_fields__)
-    return {name: round(value, 6) if isinstance(value, float) else value for name, value in values}
+    fields = {name: getattr(event, name) for name in event.__dataclass_fields__}
+    if "tensor" in fields:
+        fields["tensor"] = _brief_name(fields["tensor"])
+    return {name: round(value, 6) if isinstance(value, float) else value for name, value in fields.items()}
+
+
+def _brief_name(name: str) -> str:
+    """A name from a file, which may be endless, for a record: cut where no real one is as long."""
+    return name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}…"
 
 
 def _default_logger() -> Any:

@@ -1,0 +1,672 @@
+"""Files that are wrong in every way, for as long as you like: nothing may come of one but an error of the tree.
+
+    python -m bench.fuzz --seconds 600
+
+One process a core changes valid files (`bench.mutations`) and has them read: the header of one file, a set of shards,
+the plan of a load, rows of lookup tables, and, now and then, a whole load that is compared with the file. An *escape*
+is what must not be: an exception that is not in `ggufstream.errors`, or says that the bug is here; a message that is
+endless or could act on a terminal; an execution that takes more than a second of processor time, or does not end; one
+that takes more than 64 MiB; a process that dies. The files of each are kept, and the exit code is 1.
+
+An execution depends on nothing but the seed and its number: ``--seed S --only N`` repeats one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import faulthandler
+import json
+import logging
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+
+import ggufstream
+from bench.mutations import Dice, model, mutated, shards
+from ggufstream.backends.base import Backend
+from ggufstream.backends.registry import open_backend
+from ggufstream.decode import DECODABLE, decode
+from ggufstream.errors import GGUFStreamError, MissingFileError, PlanViolationError
+from ggufstream.gguf_arrays import LazyArray
+from ggufstream.gguf_file import FileIdentity, FileIndex, Shard, _merge, _shard_paths
+from ggufstream.gguf_header import Header, parse_header
+from ggufstream.options import Intent, LoadOptions
+from ggufstream.plan import check_tables, make_plan
+
+CACHE = Path(__file__).parents[1] / ".cache" / "fuzz"
+BACKENDS = ("cpu", "cpu_scalar", "simulated:discrete-24g", "simulated:metal-alias", "simulated:tiny", "simulated:gb10")
+
+MESSAGE_CHARACTERS = 2000
+ADDRESS_SPACE = 8 << 30
+"""Of a process: an absurd allocation fails, in place of being granted and never touched."""
+KEPT = 20
+"""Escapes of a process that are kept; after so many it ends."""
+
+Files = dict[str, bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Of one execution. A wait takes no processor time; it is measured by the clock, on a machine that others use too."""
+
+    cpu_seconds: float = 1.0
+    wall_seconds: float = 20.0
+    patience_seconds: float = 60.0
+    """After which a process that does not answer to signals is killed."""
+    growth_bytes: int = 64 << 20
+    """Also of all executions of a process together."""
+
+
+class HangError(BaseException):
+    """An execution took too long. No ``Exception``, so that nothing on its way takes it for an error of a file."""
+
+
+@dataclass(slots=True)
+class Tools:
+    """What the executions of a process share."""
+
+    folder: Path
+    stack: ExitStack = field(default_factory=ExitStack)
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
+    backends: dict[str, Backend] = field(default_factory=dict)
+
+    def backend(self, name: str) -> Backend:
+        if name not in self.backends:
+            self.backends[name] = self.stack.enter_context(open_backend(name))
+        return self.backends[name]
+
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run to the end, or, where it took too long, to the end of its cancellation."""
+        try:
+            self.loop.run_until_complete(work)
+        except HangError:
+            left = asyncio.all_tasks(self.loop)
+            for task in left:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            raise
+
+    def write(self, files: Files) -> None:
+        for name, raw in files.items():
+            (self.folder / name).write_bytes(raw)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One kind of execution: its share of all, how its files are made, and what is done with them."""
+
+    weight: float
+    make: Callable[[Random], Files]
+    run: Callable[[Files, Random, Tools], None]
+
+
+# --- Stages ---------------------------------------------------------------------------------------------------------
+
+
+def one_file(dice: Random) -> Files:
+    return {"m.gguf": mutated(model(dice), dice, changes=dice.choice((0, 1, 1, 1, 2, 2, 4)))}
+
+
+def nearly_right(dice: Random) -> Files:
+    return {"m.gguf": mutated(model(dice), dice, changes=dice.choice((0, 0, 1)))}
+
+
+def a_set(dice: Random) -> Files:
+    """Shards of which one is wrong, missing, or in the place of another."""
+    drafts = shards(dice)
+    wrong = dice.choice(list(drafts))
+    files = {}
+    for name, draft in drafts.items():
+        files[name] = mutated(draft, dice, changes=dice.choice((0, 1, 1, 2)) if name == wrong else 0)
+    match dice.randrange(20):
+        case 0:
+            del files[wrong]
+        case 1:
+            files[wrong] = files[dice.choice(list(files))]
+    return files
+
+
+def parse(path: str, raw: bytes, dice: Random) -> Header:
+    """The header of a file in memory, in chunks of some size."""
+    parser = parse_header(path, len(raw))
+    step = dice.choice((1 << 20,) * 15 + (64,))
+    position = 0
+    try:
+        wanted = next(parser)
+        while True:
+            if wanted == 0:
+                wanted = parser.send(b"")
+                continue
+            position += step
+            wanted = parser.send(raw[position - step : position])
+    except StopIteration as stop:
+        header: Header = stop.value
+        return header
+
+
+def check_header(header: Header, size: int) -> None:
+    """What must be true of every header that is taken."""
+    for tensor in header.tensors:
+        assert tensor.offset >= header.data_offset, tensor
+        assert (tensor.offset - header.data_offset) % header.alignment == 0, tensor
+        assert tensor.nbytes == tensor.rows * tensor.row_bytes, tensor
+        assert not tensor.nbytes or tensor.offset + tensor.nbytes <= size, tensor
+    filled = [tensor for tensor in header.tensors if tensor.nbytes]
+    for one, other in pairwise(filled):
+        assert one.offset + one.nbytes <= other.offset, (one, other)
+    assert len({tensor.name for tensor in header.tensors}) == len(header.tensors)
+    for value in header.metadata.values():
+        if isinstance(value, LazyArray):
+            assert len(value.tolist()) == len(value)
+            repr(value)
+
+
+def read_header(files: Files, dice: Random, _: Tools) -> None:
+    ((name, raw),) = files.items()
+    check_header(parse(name, raw, dice), len(raw))
+
+
+def index_of(files: Files, opened: str, dice: Random) -> FileIndex:
+    """The index of a model in memory, as ``read_index`` makes it."""
+
+    def part(name: str) -> tuple[Shard, Header]:
+        if name not in files:
+            raise MissingFileError("not there", file=name)
+        raw = files[name]
+        header = parse(name, raw, dice)
+        identity = FileIdentity(0, 0, len(raw), 0)
+        place = {"header_bytes": header.header_bytes, "data_offset": header.data_offset}
+        return Shard(path=name, size=len(raw), identity=identity, **place), header
+
+    first = part(opened)
+    paths = _shard_paths(opened, first[1])
+    return _merge(opened, [first if path == opened else part(path) for path in paths])
+
+
+def read_shards(files: Files, dice: Random, _: Tools) -> None:
+    index = index_of(files, dice.choice(sorted(files) or ["gone.gguf"]), dice)
+    for tensor in index.tensors:
+        assert index.tensor(tensor.name) is tensor
+        assert tensor.offset + tensor.nbytes <= max(index.shards[tensor.shard].size, tensor.offset)
+
+
+def _intent(dice: Random) -> Callable[[str], Intent | None] | None:
+    intents = [None, Intent.LINEAR, Intent.BINDABLE, Intent.LOOKUP, Intent.LINEAR | Intent.LOOKUP]
+    intents += [Intent.LOOKUP | Intent.BINDABLE, Intent.LINEAR | Intent.BINDABLE]
+    chosen = dice.choice(intents)
+    return None if chosen is None or dice.random() < 0.5 else lambda _: chosen
+
+
+def options(dice: Random, backend: str) -> LoadOptions:
+    """Any that a caller may give."""
+    return LoadOptions(
+        backend=backend,
+        io=dice.choice(("auto", "mmap", "pread", "direct")),
+        lazy=dice.choice(("auto", "on", "off", "all")),
+        lazy_bytes=dice.choice((0, 1000, 256 << 20)),
+        page_cache=dice.choice(("auto", "drop", "keep")),
+        upload=dice.choice(("auto", "auto", "direct", "staged", "alias")),
+        range_bytes=dice.choice((4 << 10, 8 << 20)),
+        staging_bytes=dice.choice((1 << 20, 256 << 20)),
+        select=dice.choice((None, None, None, "blk", ".")),
+        overrides=dice.choice(((), (), (("attn", "HOST"),), (("embd", "ROWS"),), (("", "device:0"),))),
+        intents=_intent(dice),
+    )
+
+
+def plan(files: Files, dice: Random, tools: Tools) -> None:
+    index = index_of(files, "m.gguf", dice)
+    backend = dice.choice(BACKENDS)
+    chosen = options(dice, backend)
+    made = make_plan(index, backends=[tools.backend(backend)], options=chosen)
+    check_tables(made, chosen)
+    described = made.to_dict()
+    assert len(described["tensors"]) + len(described["skipped"]) == index.n_tensors
+    for entry in made.entries:
+        assert sum(part.extent.file_bytes for part in entry.slices) in (0, entry.tensor.nbytes)
+
+
+def load(files: Files, dice: Random, tools: Tools) -> None:
+    """Load, and compare with the file."""
+    tools.write(files)
+    backend = dice.choice(BACKENDS)
+    chosen = options(dice, "auto")
+
+    async def work() -> None:
+        async with await ggufstream.load(
+            tools.folder / "m.gguf", options=chosen, backend=tools.backend(backend)
+        ) as loaded:
+            for weight in loaded.values():
+                assert len(await weight.read()) == weight.nbytes
+            found = await ggufstream.verify(loaded)
+            assert not found.differing, found.differing
+
+    tools.run(work())
+
+
+def _ids(dice: Random, rows: int) -> Any:
+    """Rows that are there, mostly."""
+    there = [dice.randrange(rows) for _ in range(dice.choice((1, 3, 50)))] if rows else []
+    edges = [-1, rows, 2**31, 2**63, 2**64, -(2**63), 0.5, float("nan"), True, None, "1", b"", [0], 10**30]
+    match dice.randrange(6):
+        case 0:
+            return [*there, dice.choice(edges)]
+        case 1:
+            return np.array(there, dice.choice((np.uint8, np.int64, np.float32, np.uint64, np.bool_)))
+        case 2:
+            return [there, there]
+        case _:
+            return there
+
+
+def rows(files: Files, dice: Random, tools: Tools) -> None:
+    """Rows of every tensor as a table in the file, which may change meanwhile."""
+    tools.write(files)
+    path = tools.folder / "m.gguf"
+    raw = files["m.gguf"]
+    strategy = dice.choice(("mapped", "pread", "direct", "auto"))
+    chosen = LoadOptions(lazy="on", intents=lambda _: Intent.LOOKUP, row_strategy=strategy, row_cache_bytes=dice.choice((0, 1 << 20)))  # fmt: skip
+    changed = dice.random() < 0.1
+
+    async def work() -> None:
+        async with await ggufstream.load(path, options=chosen, backend=tools.backend("cpu")) as loaded:
+            tensors = {tensor.name: tensor for tensor in parse("m.gguf", raw, dice).tensors}
+            if changed:
+                os.truncate(path, dice.randrange(len(raw)))
+            for name in loaded:
+                tensor = tensors[name]
+                ids = _ids(dice, tensor.rows if tensor.nbytes else 0)
+                try:
+                    got = await loaded.rows(name, ids)
+                except GGUFStreamError as error:
+                    check_error(error)
+                    continue
+                if changed or not got.size or tensor.type.name not in DECODABLE:
+                    continue
+                blocks = np.frombuffer(raw, np.uint8, tensor.nbytes, tensor.offset).reshape(tensor.rows, -1)
+                want = decode(tensor.type, blocks[np.asarray(ids, np.int64).reshape(-1)].reshape(-1))
+                assert got.tobytes() == want.tobytes(), name
+
+    tools.run(work())
+
+
+STAGES: Mapping[str, Stage] = {
+    "header": Stage(0.9, one_file, read_header),
+    "shards": Stage(0.05, a_set, read_shards),
+    "plan": Stage(0.047, nearly_right, plan),
+    "rows": Stage(0.002, nearly_right, rows),
+    "load": Stage(0.001, nearly_right, load),
+}
+
+
+# --- One execution --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Escape:
+    """What must not be. ``number`` and the seed repeat it; ``folder`` has its files."""
+
+    kind: str
+    """``exception``, ``message``, ``hang``, ``growth`` or ``death``."""
+    stage: str
+    number: int
+    what: str
+    where: str = ""
+    folder: str = ""
+
+
+class MessageError(Exception):
+    """The error is right, what it says is not fit to be shown."""
+
+
+def check_error(error: GGUFStreamError) -> None:
+    """An error of the tree must be one that a person can read, and that does not say that the bug is here."""
+    if isinstance(error, PlanViolationError):
+        raise error
+    text = str(error)
+    if len(text) > MESSAGE_CHARACTERS or not text.isprintable():
+        raise MessageError(f"{type(error).__name__} of {len(text)} characters: {text[:200]!r}") from error
+
+
+def peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def forget_peak() -> None:
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")
+
+
+_armed = False
+
+
+def _hang(signum: int, _: object) -> None:
+    if _armed:  # else it came as the execution ended
+        raise HangError("too much processor time" if signum == signal.SIGPROF else "too much time")
+
+
+def drawn(seed: int, number: int, stages: Mapping[str, Stage]) -> tuple[str, Random]:
+    """Which stage an execution is of, and the chance that makes the rest of it."""
+    dice = Dice((seed << 40) + number)
+    left = dice.random() * sum(stage.weight for stage in stages.values())
+    for name, stage in stages.items():
+        left -= stage.weight
+        if left < 0:
+            return name, dice
+    return next(iter(stages)), dice
+
+
+def execute(stage: Stage, dice: Random, tools: Tools, limits: Limits) -> tuple[str, Exception | HangError | None]:
+    """Run one; returns the name of how it ended, and what escaped."""
+    global _armed  # noqa: PLW0603
+    files = stage.make(dice)
+    _armed = True
+    signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
+    signal.setitimer(signal.ITIMER_REAL, limits.wall_seconds)
+    try:
+        try:
+            stage.run(files, dice, tools)
+        except GGUFStreamError as error:
+            check_error(error)
+            return type(error).__name__, None
+        finally:
+            _armed = False
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except (Exception, HangError) as error:  # noqa: BLE001 - these are what is looked for
+        return type(error).__name__, error
+    return "fine", None
+
+
+def _is_hang(stage: Stage, dice_of: Callable[[], Random], tools: Tools, limits: Limits) -> bool:
+    """A hang is there again, and again: the first time may have been an import, or the machine's."""
+    return all(isinstance(execute(stage, dice_of(), tools, limits)[1], HangError) for _ in range(2))
+
+
+# --- Processes ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Counts:
+    """Executions by stage, and how they ended."""
+
+    outcomes: dict[str, Counter[str]] = field(default_factory=dict)
+
+    def add(self, other: Counts) -> None:
+        for stage, outcomes in other.outcomes.items():
+            self.outcomes.setdefault(stage, Counter()).update(outcomes)
+
+    @property
+    def executions(self) -> int:
+        return sum(sum(outcomes.values()) for outcomes in self.outcomes.values())
+
+
+def keep(escape: Escape, seed: int, files: Files, trace: str, out: Path) -> Escape:
+    """Write what repeats an escape into a folder."""
+    folder = out / f"{seed}-{escape.number}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, raw in files.items():
+        (folder / name).write_bytes(raw)
+    again = f"python -m bench.fuzz --seed {seed} --only {escape.number}"
+    (folder / "escape.txt").write_text(f"{escape.stage}: {escape.kind}: {escape.what}\n{again}\n\n{trace}", "utf-8")
+    return Escape(**{**asdict(escape), "folder": str(folder)})
+
+
+def prepare() -> Tools:
+    """Make this process fit for executions."""
+    warnings.simplefilter("error")  # one that a user would see
+    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGPROF, _hang)
+    signal.signal(signal.SIGALRM, _hang)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this one
+    log = logging.getLogger("ggufstream")
+    log.addHandler(logging.NullHandler())
+    log.propagate = False
+    log.setLevel(logging.DEBUG)
+    memory = Path("/dev/shm")
+    folder = tempfile.mkdtemp(prefix="ggufstream-fuzz-", dir=memory if memory.is_dir() else None)
+    tools = Tools(Path(folder))
+    tools.stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    return tools
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What the processes of a run are to do."""
+
+    seed: int
+    until: float
+    """On ``time.monotonic``."""
+    executions: int
+    stages: Mapping[str, Stage]
+    limits: Limits
+    out: Path
+
+
+def worker(task: Task, numbers: range, current: Any, slot: int, pipe: Connection) -> None:
+    """Run the executions of these numbers; report counts each second, and escapes at once."""
+    seed, stages, limits, out = task.seed, task.stages, task.limits, task.out
+    faulthandler.disable()
+    tools = prepare()
+    counts, said, found = Counts(), time.monotonic(), 0
+    settled, resident = 0, resident_bytes()
+    forget_peak()
+    with tools.stack:
+        for number in numbers:
+            if time.monotonic() > task.until or found == KEPT:
+                break
+            name, dice = drawn(seed, number, stages)
+            stage = stages[name]
+            current[2 * slot], current[2 * slot + 1] = number, time.monotonic_ns()
+            before = peak_bytes()
+            outcome, error = execute(stage, dice, tools, limits)
+            current[2 * slot + 1] = 0
+            peak = peak_bytes()
+            if isinstance(error, HangError) and not _is_hang(
+                stage, lambda n=number: drawn(seed, n, stages)[1], tools, limits
+            ):
+                error = None
+            escape = None
+            if error is not None:
+                kind = {HangError: "hang", MessageError: "message"}.get(type(error), "exception")
+                frame = traceback.extract_tb(error.__traceback__)[-1]
+                where = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+                what = f"{type(error).__name__}: {error}"[:500]
+                escape = Escape(kind=kind, stage=name, number=number, what=what, where=where)
+            elif peak > before and (grown := peak - resident) > limits.growth_bytes:
+                what = f"took {grown:,} bytes"
+                escape = Escape(kind="growth", stage=name, number=number, what=what)
+                forget_peak()
+            if escape is not None:
+                found += 1
+                trace = "".join(traceback.format_exception(error)) if error is not None else ""
+                files = stage.make(drawn(seed, number, stages)[1])
+                pipe.send(keep(escape, seed, files, trace, out))
+            counts.outcomes.setdefault(name, Counter())[outcome] += 1
+            now = time.monotonic()
+            if now > said + 1:
+                pipe.send(counts)
+                resident = resident_bytes()
+                settled = settled or resident  # imports and pools are there after the first second
+                counts, said = Counts(), now
+        grown = resident_bytes() - settled
+        if settled and grown > limits.growth_bytes:
+            what = f"all executions of a process together left {grown:,} bytes"
+            pipe.send(Escape(kind="growth", stage="all", number=numbers[0], what=what))
+        pipe.send(counts)
+        tools.loop.close()
+    pipe.close()
+
+
+@dataclass(slots=True, kw_only=True)
+class Result:
+    """Of a whole run."""
+
+    seed: int
+    processes: int
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    """Of all processes, their start included."""
+    counts: Counts = field(default_factory=Counts)
+    escapes: list[Escape] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "seed": self.seed,
+            "processes": self.processes,
+            "seconds": round(self.seconds, 1),
+            "cpu_seconds": round(self.cpu_seconds, 1),
+            "executions": self.counts.executions,
+            "executions_per_cpu_second": round(self.counts.executions / max(self.cpu_seconds, 1e-9)),
+            "stages": {name: sum(outcomes.values()) for name, outcomes in self.counts.outcomes.items()},
+            "outcomes": {name: dict(outcomes.most_common()) for name, outcomes in self.counts.outcomes.items()},
+            "escapes": [asdict(escape) for escape in self.escapes],
+        }
+
+
+def fuzz(
+    *,
+    seconds: float,
+    seed: int,
+    processes: int,
+    executions: int = sys.maxsize,
+    stages: Mapping[str, Stage] = STAGES,
+    limits: Limits = Limits(),
+    out: Path = CACHE,
+) -> Result:
+    """Run for so many seconds, or until there were so many executions."""
+    context = multiprocessing.get_context("spawn")
+    started, used = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    result = Result(seed=seed, processes=processes)
+    task = Task(seed=seed, until=started + seconds, executions=executions, stages=stages, limits=limits, out=out)
+    current = context.RawArray("Q", 2 * processes)
+    running: dict[Connection, tuple[multiprocessing.process.BaseProcess, int]] = {}
+
+    def start(slot: int, first: int) -> None:
+        current[2 * slot], current[2 * slot + 1] = first, 0
+        ours, theirs = context.Pipe(duplex=False)
+        numbers = range(first, executions, processes)
+        process = context.Process(target=worker, args=(task, numbers, current, slot, theirs))
+        process.start()
+        theirs.close()
+        running[ours] = process, slot
+
+    for slot in range(processes):
+        start(slot, slot)
+    try:
+        while running:
+            for pipe in wait(list(running), timeout=1):
+                assert isinstance(pipe, Connection)
+                process, slot = running[pipe]
+                try:
+                    message = pipe.recv()
+                except EOFError:
+                    process.join()
+                    del running[pipe]
+                    if process.exitcode:
+                        number = current[2 * slot]
+                        result.escapes.append(_death(process.exitcode, seed, number, stages, out))
+                        if time.monotonic() < task.until and len(result.escapes) < KEPT:
+                            start(slot, number + processes)
+                    continue
+                if isinstance(message, Escape):
+                    result.escapes.append(message)
+                else:
+                    result.counts.add(message)
+            for process, slot in running.values():
+                began = current[2 * slot + 1]  # 0: not in an execution
+                if began and time.monotonic_ns() - began > limits.patience_seconds * 1e9:
+                    process.kill()  # reported as its death
+    finally:
+        for process, _ in running.values():
+            process.kill()
+    result.seconds = time.monotonic() - started
+    now = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result.cpu_seconds = now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
+    return result
+
+
+def _death(exit_code: int, seed: int, number: int, stages: Mapping[str, Stage], out: Path) -> Escape:
+    stage, dice = drawn(seed, number, stages)
+    kind, what = "death", f"the process ended with exit code {exit_code}"
+    if exit_code == -signal.SIGKILL:
+        kind, what = "hang", "did not end, nor answer to signals, and was killed"
+    elif exit_code < 0:
+        what = f"the process died of {signal.Signals(-exit_code).name}"
+    return keep(Escape(kind=kind, stage=stage, number=number, what=what), seed, stages[stage].make(dice), "", out)
+
+
+def repeat(seed: int, number: int) -> None:
+    """Run one execution again, here, and show what comes of it."""
+    name, dice = drawn(seed, number, STAGES)
+    tools = prepare()
+    with tools.stack, contextlib.closing(tools.loop):
+        outcome, error = execute(STAGES[name], dice, tools, Limits())
+        print(f"{name}: {outcome}")
+        if error is not None:
+            traceback.print_exception(error)
+            sys.exit(1)
+
+
+def show(result: Result) -> None:
+    found = result.to_dict()
+    print(
+        f"{found['executions']:,} executions in {found['seconds']} s by {result.processes} processes"
+        f" ({found['executions_per_cpu_second']:,} a second of processor time)"
+    )
+    for stage, outcomes in found["outcomes"].items():
+        print(f"  {stage:8} {found['stages'][stage]:>9,}  " + ", ".join(f"{k} {n:,}" for k, n in outcomes.items()))
+    print(f"{len(result.escapes)} escapes, seed {result.seed}")
+    for escape in result.escapes:
+        print(f"  {escape.stage} {escape.number}: {escape.kind}: {escape.what} {escape.where}\n    {escape.folder}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--executions", type=int, metavar="N", default=sys.maxsize, help="end after so many")
+    parser.add_argument("--seed", type=int, help="else one of the clock")
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--only", type=int, metavar="N", help="repeat the execution of this number")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args(arguments)
+    seed = int(time.time()) if args.seed is None else args.seed
+    if args.only is not None:
+        repeat(seed, args.only)
+        return
+    result = fuzz(seconds=args.seconds, executions=args.executions, seed=seed, processes=args.processes)
+    if args.json:
+        print(json.dumps(result.to_dict()))
+    else:
+        show(result)
+    sys.exit(bool(result.escapes))
+
+
+if __name__ == "__main__":
+    main()
