@@ -133,7 +133,7 @@ class ChunkArena(Arena):
                 if count == 1:
                     raise type(error)(
                         f"no memory for {nbytes:,} more bytes of arena {self.name}, "
-                        f"after {self.allocated_bytes:,} of {self.planned_bytes:,} planned bytes",
+                        f"after {self.allocated_bytes:,} of {self.planned_bytes:,} planned bytes ({error.cause})",
                         backend=error.backend,
                         needed=nbytes,
                         available=error.available,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from types import TracebackType
 from typing import Self
 
@@ -14,6 +14,7 @@ from ggufstream.backends.base import Backend, Chunk, Copy, Slice
 from ggufstream.errors import ClosedError
 from ggufstream.ggml_types import BY_NAME
 from ggufstream.layouts import Extent, Raw
+from ggufstream.load_plan import PlanEntry
 from ggufstream.row_cache import Ids
 from ggufstream.row_files import BATCH_BYTES
 from ggufstream.rows import RowTable, checked
@@ -34,8 +35,11 @@ class DeviceRows:
         shape: Of the float32 elements: that of the ids, then the elements of a row.
     """
 
-    def __init__(self, lease: Lease, chunk: Chunk, *, tensor: str, backend: Backend, shape: tuple[int, ...]) -> None:
-        self.tensor = tensor
+    def __init__(
+        self, lease: Lease, chunk: Chunk, *, entry: PlanEntry, backend: Backend, shape: tuple[int, ...]
+    ) -> None:
+        self.tensor = entry.tensor.name
+        self._entry = entry
         self.backend = backend
         self.shape = shape
         self._lease = lease
@@ -75,7 +79,8 @@ class DeviceRows:
         with self._lock:
             place = self.slice
             if self.nbytes:
-                self.backend.read(place.chunk, place.offset, result.reshape(-1).view(np.uint8))
+                with self._lease.storage.located(self._entry, "reading back rows of", backend=self.backend):
+                    self.backend.read(place.chunk, place.offset, result.reshape(-1).view(np.uint8))
         return result
 
     async def aclose(self) -> None:
@@ -102,26 +107,25 @@ class DeviceRows:
         return f"<DeviceRows of {self.tensor}: {'×'.join(map(str, self.shape))} float32{state}>"
 
 
-async def rows_on_device(
-    lease: Lease, open_table: Callable[[], RowTable], ids: npt.ArrayLike, backend: Backend
-) -> DeviceRows:
+async def rows_on_device(lease: Lease, entry: PlanEntry, ids: npt.ArrayLike, backend: Backend) -> DeviceRows:
     """Rows of a table in memory of ``backend``. Raises as ``Weight.rows``."""
 
+    storage = lease.storage
     made: list[tuple[DeviceRows, Generator[None]]] = []
 
     def work() -> bool:
         """One batch a call, so that cancelling need not wait for all. Whether that was the last."""
         if not made:
-            table = open_table()
+            table = storage.tables.table(entry)
             wanted = checked(table.tensor, ids)
             chunk = backend.allocate(max(4 * wanted.size * table.tensor.row_elements, 4))
             lease.chunks.add(chunk)
             shape = (*wanted.shape, table.tensor.row_elements)
-            rows = DeviceRows(lease, chunk, tensor=table.tensor.name, backend=backend, shape=shape)
+            rows = DeviceRows(lease, chunk, entry=entry, backend=backend, shape=shape)
             made.append((rows, _fill(table, wanted.reshape(-1), backend, chunk)))
         return next(made[0][1], _DONE) is _DONE
 
-    with lease.in_use():
+    with lease.in_use(), storage.located(entry, "gathering rows of", backend=backend):
         try:
             while not await in_thread(work):
                 pass

@@ -37,6 +37,8 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 __all__ = [
@@ -82,9 +84,6 @@ def printable(text: object) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in plain)
 
 
-class GGUFStreamError(Exception):
-    """Base of all errors of this package.
-
 _MOST_WHAT, _MOST_REMEDY = 1500, 450
 
 
@@ -93,6 +92,9 @@ def _short(text: str, most: int) -> str:
     line = printable(text)
     return line if len(line) <= most else f"{line[: most // 2]} … {line[-(most // 2 - 3) :]}"
 
+
+class GGUFStreamError(Exception):
+    """Base of all errors of this package.
 
     ``remedy`` is one sentence that says what the user can do; it is part of ``str()``, which is always one line below
     2,000 characters that a terminal can show.
@@ -204,13 +206,37 @@ class ManifestError(FileError, ValueError):
 
 
 class DeviceError(GGUFStreamError):
-    """Something is wrong with a backend, a device or memory. ``backend`` names it."""
+    """Something is wrong with a backend, a device or memory. ``backend`` names it; ``device`` and ``tensor`` where known."""
 
     exit_code = 4
+    device: str | None = None
+    tensor: str | None = None
 
     def __init__(self, what: str, *, backend: str, remedy: str = "") -> None:
         self.backend = backend
         super().__init__(f"{backend}: {what}", remedy=remedy)
+
+    def locate(self, device: str, where: str, *, tensor: str | None = None) -> None:
+        """Say on which device it happened and at what, unless it says so already."""
+        if self.device is None:
+            self.device, self.tensor = device, self.tensor or tensor
+            self.what = _short(f"{self.what}; on {device}, {where}", _MOST_WHAT)
+            self.args = (self.what,)
+
+    @property
+    def cause(self) -> str:
+        """``what`` without the backend's name, for a message that has it already."""
+        return self.what.removeprefix(f"{self.backend}: ")
+
+
+@contextmanager
+def located(device: str, where: str, *, tensor: str | None = None) -> Iterator[None]:
+    """Errors of devices from within this block say where."""
+    try:
+        yield
+    except DeviceError as error:
+        error.locate(device, where, tensor=tensor)
+        raise
 
 
 class BackendUnavailableError(DeviceError, ImportError):

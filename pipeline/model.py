@@ -275,8 +275,7 @@ class Weight:
         """
         if into is None:
             return (await self._request(ids, prefetch=False)).result
-        table = partial(self._storage.tables.table, self._entry)
-        return await rows_on_device(self._lease, table, ids, self._storage.backend(into))
+        return await rows_on_device(self._lease, self._entry, ids, self._storage.backend(into))
 
     async def prefetch(self, ids: npt.ArrayLike) -> None:
         """Bring rows that are wanted next into the row cache, at most as many as it holds, the lowest ids first.
@@ -290,7 +289,7 @@ class Weight:
         def begin() -> Request:
             return self._storage.tables.table(self._entry).request(ids, prefetch=prefetch)
 
-        with self._lease.in_use():
+        with self._lease.in_use(), self._storage.located(self._entry, "reading rows of"):
             try:
                 request = await in_thread(begin)
                 while request.more:  # a hop for each batch, so that cancelling need not wait for all

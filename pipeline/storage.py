@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any, TypeVar
 
 import anyio
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ggufstream.backends.arena import Arena
 from ggufstream.backends.base import Backend, Chunk, Slice
-from ggufstream.errors import ClosedError, GGUFStreamError, OptionError
+from ggufstream.errors import ClosedError, GGUFStreamError, OptionError, located
 from ggufstream.file_bytes import read_exactly
 from ggufstream.gguf_file import FileIndex
 from ggufstream.layouts import Bytes
@@ -139,7 +139,8 @@ class Storage:
         """The product on the tensor's device. Blocks."""
         assert entry.device is not None
         self.guard(entry, 0, entry.tensor.nbytes)
-        return self.backends[entry.device].linear(self.slices(entry), x)
+        with self.located(entry, "multiplying"):
+            return self.backends[entry.device].linear(self.slices(entry), x)
 
     def read_slice(self, entry: PlanEntry, place: Slice, offset: int, destination: Bytes) -> None:
         """Copy from a slice into host memory. Blocks."""
@@ -147,7 +148,14 @@ class Storage:
             assert place.chunk.view is not None
             np.copyto(destination, place.chunk.view[place.offset + offset : place.offset + offset + destination.size])
         else:
-            self.backends[entry.device].read(place.chunk, place.offset + offset, destination)
+            with self.located(entry, "reading back"):
+                self.backends[entry.device].read(place.chunk, place.offset + offset, destination)
+
+    def located(self, entry: PlanEntry, doing: str, *, backend: Backend | None = None) -> AbstractContextManager[None]:
+        """Errors of devices name the tensor, and the device that it is on, or another one."""
+        device = entry.device if backend is None else self.backends.index(backend)
+        name = "the host" if device is None else self.plan.devices[device].device
+        return located(name, f"{doing} {entry.tensor.name}", tensor=entry.tensor.name)
 
     def read_file(self, entry: PlanEntry, offset: int, destination: Bytes) -> None:
         """Read bytes of a tensor that are to be had from the file alone. Blocks."""

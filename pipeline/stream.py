@@ -35,7 +35,7 @@ from ggufstream.backends.host_memory import Counter as MemoryCounter
 from ggufstream.backends.host_memory import HostStaging
 from ggufstream.budget import ByteBudget
 from ggufstream.digest import Checks
-from ggufstream.errors import OutOfHostMemoryError
+from ggufstream.errors import DeviceError, GGUFStreamError, OutOfHostMemoryError, located
 from ggufstream.events import ArenaGrown, Event, Progress, RangeMoved, Sampled, StageTime, TensorReady
 from ggufstream.layouts import Bytes
 from ggufstream.load_plan import LoadPlan
@@ -311,7 +311,7 @@ class Stream:
             if index is None or not arena.needs_growth(index):
                 return
             known = len(arena.chunks)
-            await self._hop(partial(arena.grow_to, index))
+            await self._hop(partial(self._grow_to, arena, index))
             for chunk in arena.chunks[known:]:
                 self._emit(
                     ArenaGrown(
@@ -323,10 +323,31 @@ class Stream:
                     )
                 )
 
+    def _grow_to(self, arena: Arena, index: int) -> None:
+        with located(self._device_of(arena.name), "growing its arena"):
+            arena.grow_to(index)
+
+    def _device_of(self, arena: str) -> str:
+        device = self._plan.arenas[arena].device
+        return "the host" if device is None else self._plan.devices[device].device
+
+    @contextmanager
+    def _located(self, part: Range) -> Iterator[None]:
+        """Errors of devices name the range that they are about."""
+        try:
+            yield
+        except DeviceError as error:
+            names = list(dict.fromkeys(self._plan.entries[piece.entry].tensor.name for piece in part.pieces))
+            more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
+            where = f"with range {part.index} of {len(self._plan.ranges)}: {names[0]}{more}"
+            error.locate(self._device_of(part.arena), where, tensor=names[0])
+            raise
+
     def _work(self) -> None:
         """Process ranges until there are no more. One thread each worker."""
         while (part := self._todo.get()) is not None:
-            self._process(part)
+            with self._located(part):
+                self._process(part)
             if self._plan.is_staged(part):
                 self._packed.put(part)
             else:
@@ -359,7 +380,7 @@ class Stream:
                 raise
             self._uploads.add(InFlight(part=part, pool=pool, staging=staging, ticket=ticket))
         except MemoryError as error:
-            if isinstance(error, OutOfHostMemoryError):
+            if isinstance(error, GGUFStreamError):
                 raise
             raise OutOfHostMemoryError(
                 "no host memory to pack a range",
@@ -408,7 +429,8 @@ class Stream:
         self._arrived.put(part)
 
     def _settle_one(self, part: Range) -> None:
-        self._uploads.settle(part)
+        with self._located(part):
+            self._uploads.settle(part)
         submitted = self._submitted.pop(part.index)
         self._times[part.index].append(
             StageTime("upload", self._plan.arenas[part.arena].name, submitted, time.perf_counter())

@@ -21,7 +21,13 @@ from ggufstream.backends.vulkan.memory import Allocation, HostAllocation, Memory
 from ggufstream.backends.vulkan.pages import ImportedPages, try_pages
 from ggufstream.backends.vulkan.records import DeviceRecord
 from ggufstream.backends.vulkan.transfer import ReadBack, VulkanChunk, VulkanStaging
-from ggufstream.errors import ClosedError, OutOfDeviceMemoryError, OutOfHostMemoryError, UnsupportedByDeviceError
+from ggufstream.errors import (
+    ClosedError,
+    OutOfDeviceMemoryError,
+    OutOfHostMemoryError,
+    UnsupportedByDeviceError,
+    located,
+)
 from ggufstream.ggml_types import GGMLType
 from ggufstream.layouts import Bytes, Layout, Planar, Raw
 
@@ -71,25 +77,26 @@ class VulkanBackend(Backend):
             undo.callback(instance.close)
             devices = instance.devices()
             record = choose_device([record for _, record in devices], device)
-            self.device = VulkanDevice(instance, devices[record.index][0], record)
-            """The logical device, its queues and their locks: what products are built on."""
-            undo.callback(self.device.close)
-            arena_bits, staging_bits = (self._type_bits(usage) for usage in (USAGE_STORAGE, USAGE_READBACK))
-            self._plan: MemoryPlan = plan_memory(
-                record, direct=direct, arena_bits=arena_bits, staging_bits=staging_bits
-            )
-            access = try_pages(self.device, self._plan)
-            self.device.record = replace(record, page_access=access)
-            self._facts = replace(
-                self._plan.capabilities,
-                maps_files=access.works,
-                maps_files_reason=access.reason,
-                pins_pages=access.pins,
-                map_alignment=record.limits.min_storage_buffer_offset_alignment or 1,
-            )
-            self._read_back = ReadBack(self.device, memory_type=self._plan.staging)
-            undo.callback(self._read_back.close)
-            self._undo = undo.pop_all()
+            with located(record.name, "while it was opened"):
+                self.device = VulkanDevice(instance, devices[record.index][0], record)
+                """The logical device, its queues and their locks: what products are built on."""
+                undo.callback(self.device.close)
+                arena_bits, staging_bits = (self._type_bits(usage) for usage in (USAGE_STORAGE, USAGE_READBACK))
+                self._plan: MemoryPlan = plan_memory(
+                    record, direct=direct, arena_bits=arena_bits, staging_bits=staging_bits
+                )
+                access = try_pages(self.device, self._plan)
+                self.device.record = replace(record, page_access=access)
+                self._facts = replace(
+                    self._plan.capabilities,
+                    maps_files=access.works,
+                    maps_files_reason=access.reason,
+                    pins_pages=access.pins,
+                    map_alignment=record.limits.min_storage_buffer_offset_alignment or 1,
+                )
+                self._read_back = ReadBack(self.device, memory_type=self._plan.staging)
+                undo.callback(self._read_back.close)
+                self._undo = undo.pop_all()
 
     @property
     def record(self) -> DeviceRecord:
