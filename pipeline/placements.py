@@ -179,11 +179,14 @@ class Decider:
         if not role.known:
             return self._on_device(tensor, device, Raw(), "unknown name: loaded as it is in the file", is_fallback=True)
         layout = backend.resolve(tensor.type, tensor.shape, role.intent)
-        if layout is not None:
+        lacks_rows = layout is not None and Intent.LOOKUP in role.intent and not self._has_rows(tensor, device)
+        if layout is not None and not lacks_rows:
             return self._on_device(tensor, device, layout, _REASONS[role.intent])
         if role.intent == Intent.LOOKUP:
             return Decision(placement=Placement.HOST, layout=Raw(), reason="lookup table: rows are read on the host")
         reason = f"{name} cannot use {tensor.type.name} as {role.intent}"
+        if lacks_rows:
+            reason = f"{name} cannot decode rows of {tensor.type.name}"
         if Intent.LINEAR in role.intent and _multiplies_f32(backend, tensor, role.intent):
             made = "decoded" if tensor.type.is_quantized else "widened"
             if made == "widened" or device not in self._crowded:
@@ -191,6 +194,11 @@ class Decider:
                 return self._on_device(tensor, device, F32(), to_f32, is_fallback=True)
             reason += f", and has no room for such weights decoded to F32 ({self._crowded[device]:,} bytes)"
         return Decision(placement=Placement.HOST, layout=Raw(), reason=reason, is_fallback=True)
+
+    def _has_rows(self, tensor: TensorInfo, device: int) -> bool:
+        """Whether rows of a table can be had from a device: it decodes them, or this processor reads its memory."""
+        facts = self._capabilities[device]
+        return (facts.direct and facts.memory != "discrete") or decodes_rows(self._backends[device], tensor)
 
     def _table_on_device(self, tensor: TensorInfo, role: Role, device: int) -> Decision:
         """A table that is only looked up, on the device all the same: as in the file, if the device can decode that."""
