@@ -16,7 +16,7 @@ import mmap
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -317,7 +317,8 @@ class MappedSource(Source):
         try:
             mapping = mmap.mmap(self.descriptor, shard.size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         except (OSError, ValueError) as error:
-            self.close()
+            with closing(self):
+                self.check_unchanged()  # a file that was cut is too short to be mapped
             raise UnreadableFileError(
                 f"cannot be mapped ({error})",
                 file=shard.path,

@@ -13,7 +13,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from typing import NoReturn
 
@@ -256,6 +256,7 @@ class MappedRows(FileRows):
         tensor = table.tensor
         first, _ = page_span(tensor.offset, tensor.nbytes)
         self._origin = first * PAGE
+        self._bytes: Bytes | None = None
         self._descriptor = table.reopen()
         try:
             mapping = mmap.mmap(
@@ -266,8 +267,8 @@ class MappedRows(FileRows):
                 offset=self._origin,
             )
         except (OSError, ValueError) as error:
-            close_file(self._descriptor)
-            self._descriptor = -1
+            with closing(self):
+                table.check_unchanged(self._descriptor)  # a file that was cut is too short to be mapped
             raise UnreadableFileError(
                 f"{tensor.name} cannot be mapped ({error})",
                 file=table.shard.path,
@@ -275,7 +276,7 @@ class MappedRows(FileRows):
                 errno=error.errno if isinstance(error, OSError) else None,
                 remedy="Use another row strategy, pread for instance",
             ) from None
-        self._bytes: Bytes | None = np.frombuffer(mapping, np.uint8)
+        self._bytes = np.frombuffer(mapping, np.uint8)
         self._kernel_copies = True
         with suppress(OSError):
             advise(self._bytes, MADV_RANDOM)
@@ -377,10 +378,10 @@ class DeviceReadRows(MappedRows):
 
     def __init__(self, table: TableFile, backend: Backend) -> None:
         facts = backend.capabilities
+        self._slices: list[Slice] = []
         super().__init__(table, f"{facts.device} reads the file's pages")
         assert self._bytes is not None
         self.backend = backend
-        self._slices: list[Slice] = []
         tensor = table.tensor
         begin = tensor.offset - self._origin
         try:
