@@ -18,6 +18,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+from bench.cpu import PARTS, Suite
 from bench.files import CACHE
 from bench.machine import describe
 from bench.results import Run
@@ -29,12 +30,20 @@ def main() -> None:
         prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="small files, few repeats")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--llama-python", metavar="PYTHON", help="an interpreter that has llama-cpp-python")
     parser.add_argument("--gpu", action="store_true", help="the suite for an NVIDIA GPU")
-    parser.add_argument("--bytes", type=parse_bytes, help="size of the files; default: 4 GiB, quick 256 MiB")
+    parser.add_argument(
+        "--bytes", type=parse_bytes, help="size of the file on the disk or for the GPU; default: 4 GiB, quick 256 MiB"
+    )
     parser.add_argument("--repeats", type=int, help="turns that count; default: 5, quick 3")
     parser.add_argument("--output", type=Path, default=CACHE / "result.json", help="JSON; .md, .png, .html beside it")
     options = parser.parse_args()
     started = time.perf_counter()
+
+    def say(text: str) -> None:
+        print(f"{time.perf_counter() - started:4.0f} s  {text}", file=sys.stderr, flush=True)
+
     run = Run(
         date=datetime.now(UTC).strftime("%Y-%m-%d"),
         command=shlex.join(["python", "-m", "bench", *sys.argv[1:]]),
@@ -45,7 +54,16 @@ def main() -> None:
     if options.gpu:
         from bench.gpu import run_gpu
 
-        run_gpu(run, nbytes=nbytes, repeats=repeats, patience=15)
+        run_gpu(run, nbytes=nbytes, repeats=repeats, patience=15, say=say)
+    else:
+        sizes = (256 << 20, 1 << 30) if options.quick else (1 << 30, 4 << 30, 16 << 30)
+        suite = Suite(
+            run=run, cold_bytes=nbytes, warm_bytes=min(nbytes, 1 << 30), peak_bytes=sizes, repeats=repeats,
+            llama_python=options.llama_python, say=say,
+        )  # fmt: skip
+        for part in PARTS:
+            if part in options.only:
+                getattr(suite, part)()
     run.seconds = time.perf_counter() - started
     print(run.markdown())
     for path in run.write(options.output):

@@ -265,3 +265,49 @@ def _on_gpu(tensors: dict[str, Any]) -> dict[str, Any]:
     if not all(tensor.is_cuda for tensor in tensors.values()):
         raise RuntimeError("not all tensors are on the GPU")
     return {"bytes": sum(tensor.nbytes for tensor in tensors.values())}
+
+
+def our_peak(*, io: str, staging_bytes: int) -> Load:
+    """The most resident memory of a load onto a card of its own, which here forgets what it is given."""
+    import asyncio
+    import re
+    from pathlib import Path
+
+    import ggufstream
+    import ggufstream.job
+    from ggufstream.backends.simulated import SimulatedBackend, _DeviceChunk
+
+    class Forgetful(_DeviceChunk):
+        def write(self, offset: int, source: Any) -> None:
+            pass
+
+    class Card(SimulatedBackend):
+        def allocate(self, nbytes: int) -> Any:
+            return Forgetful(nbytes, self._chunks)
+
+    def status(name: str) -> int:
+        found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        assert found is not None
+        return int(found[1]) * 1024
+
+    runner = asyncio.Runner()
+
+    def load(job: dict[str, Any]) -> Steps:
+        small = runner.run(ggufstream.load(job["small"], backend=Card()))  # imports, and the first thread's stacks
+        runner.run(small.aclose())
+        yield None
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is forgotten
+        start = status("VmRSS")
+        model = runner.run(ggufstream.load(job["file"], backend=Card(), io=io, staging_bytes=staging_bytes))
+        yield {
+            "bytes": model.report.streamed_bytes,
+            "io": model.report.io,
+            "upload": model.report.upload,
+            "start_bytes": start,
+            "peak_bytes": status("VmHWM") - start,
+            "staging_bytes": staging_bytes,
+            "staging_peak_bytes": model.report.staging_peak_bytes,
+        }
+        runner.run(model.aclose())
+
+    return load

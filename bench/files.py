@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ import numpy as np
 from ggufstream.ggml_types import BY_NAME, GGMLType
 from ggufstream.gguf_file import read_index
 
-__all__ = ["CACHE", "model_file", "safetensors_file", "tensor_bytes", "tensor_ranges"]
+__all__ = ["CACHE", "model_file", "safetensors_file", "sparse_file", "tensor_bytes", "tensor_ranges"]
 
 CACHE = Path(__file__).parents[1] / ".cache" / "bench"
 
@@ -43,11 +45,44 @@ def model_file(type_name: str, nbytes: int, *, tensors: int = 192) -> Path:
     path = CACHE / f"{type_name}-{tensors}x{rows}.gguf"
     if path.exists():
         return path
+    header, step = _header(ggml_type, rows, tensors)
+    data = _blocks(ggml_type, rows * (row_bytes // ggml_type.block_bytes))
+    CACHE.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".part")
+    with unfinished.open("wb") as file:
+        file.write(header)
+        for _ in range(tensors):
+            file.write(data + bytes(step - len(data)))
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.rename(path)
+    return path
+
+
+@contextmanager
+def sparse_file(nbytes: int, *, tensors: int = 192) -> Iterator[Path]:
+    """The same, but all data is a hole: any size on hardly any disk. Deleted afterwards."""
+    ggml_type = BY_NAME["Q8_0"]
+    row_bytes = _WIDTH // ggml_type.block_elements * ggml_type.block_bytes
+    header, step = _header(ggml_type, nbytes // tensors // row_bytes, tensors)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    path = CACHE / f"sparse-{nbytes}.gguf"
+    try:
+        with path.open("wb") as file:
+            file.write(header)
+            file.truncate(len(header) + tensors * step)
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _header(ggml_type: GGMLType, rows: int, tensors: int) -> tuple[bytes, int]:
+    """The padded header, and the bytes from one tensor to the next."""
     names = [
         f"blk.{i // 8}.{('attn_q', 'attn_k', 'attn_v', 'attn_output', 'ffn_up', 'ffn_gate', 'ffn_down', 'ffn_down_shexp')[i % 8]}.weight"
         for i in range(tensors)
     ]
-    size = rows * row_bytes
+    size = rows * (_WIDTH // ggml_type.block_elements) * ggml_type.block_bytes
     step = size + -size % _ALIGNMENT
     header = b"GGUF" + struct.pack("<IQQ", 3, tensors, 1)
     key, value = b"general.architecture", b"llama"
@@ -56,17 +91,7 @@ def model_file(type_name: str, nbytes: int, *, tensors: int = 192) -> Path:
         text = name.encode()
         header += struct.pack("<Q", len(text)) + text
         header += struct.pack("<IQQIQ", 2, _WIDTH, rows, ggml_type.id, i * step)
-    data = _blocks(ggml_type, rows * (row_bytes // ggml_type.block_bytes)) + bytes(step - size)
-    CACHE.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".part")
-    with unfinished.open("wb") as file:
-        file.write(header + bytes(-len(header) % _ALIGNMENT))
-        for _ in range(tensors):
-            file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.rename(path)
-    return path
+    return header + bytes(-len(header) % _ALIGNMENT), step
 
 
 def tensor_ranges(path: Path) -> list[tuple[str, int, int]]:

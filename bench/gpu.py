@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from bench.files import model_file, safetensors_file, tensor_bytes
@@ -86,11 +86,8 @@ def targets(outcomes: list[Outcome]) -> list[Target]:
     ]  # fmt: skip
 
 
-def run_gpu(run: Run, *, nbytes: int, repeats: int, patience: float) -> None:
+def run_gpu(run: Run, *, nbytes: int, repeats: int, patience: float, say: Callable[[str], None]) -> None:
     """Make the files, race, judge."""
-
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
 
     say(f"files of {nbytes / 1e9:.1f} GB")
     raw, packed = model_file("F16", nbytes), model_file("Q8_0", nbytes)

@@ -26,7 +26,11 @@ def _kind(outcome: Outcome) -> str:
 
 def draw(run: Run, path: Path) -> None:
     """Speeds in GB/s of what each contestant loaded; whiskers from the slowest run to the fastest."""
-    sections = [s for s in run.sections if any(o.bytes_per_second for o in s.outcomes)]
+    sections = [
+        s
+        for s in run.sections
+        if any(o.bytes_per_second and (o.contestant.limit or o.contestant.peer) for o in s.outcomes)
+    ]
     if not sections:
         return
     counts = [sum(1 for o in s.outcomes if o.bytes_per_second) for s in sections]
@@ -37,7 +41,7 @@ def draw(run: Run, path: Path) -> None:
     for section, ax in zip(sections, axes[:, 0], strict=True):
         _panel(section, ax)
     handles = [Patch(color=colour, label=_WORDS[kind]) for kind, colour in _COLOURS.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     figure.suptitle(f"{run.date}: {run.machine['processor']}, {run.machine['processors']} processors", fontsize=10)
     figure.savefig(path, dpi=130)
     plt.close(figure)

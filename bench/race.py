@@ -68,6 +68,12 @@ class Outcome:
         return statistics.median(self.seconds) if self.seconds else None
 
     @property
+    def cpu_seconds(self) -> float | None:
+        """Median of the seconds of all processors: what other work on the machine does not change so much."""
+        facts = self.all_facts if self.only_first else self.all_facts[1:]
+        return statistics.median(f["cpu_seconds"] for f in facts) if facts else None
+
+    @property
     def bytes_per_second(self) -> float | None:
         return self.facts["bytes"] / self.median if self.median and self.facts.get("bytes") else None
 
@@ -84,6 +90,7 @@ class Outcome:
             "min_seconds": min(self.seconds, default=None),
             "max_seconds": max(self.seconds, default=None),
             "seconds": self.seconds,
+            "cpu_seconds": self.cpu_seconds,
             "first_seconds": self.first_seconds,
             "only_first": self.only_first,
             "bytes_per_second": self.bytes_per_second,
@@ -177,7 +184,9 @@ def race(
                 say(f"{outcome.contestant.name}: {outcome.problem}")
         for turn in range(repeats + 1):
             say(f"turn {turn} of {repeats}")
-            for outcome, worker in zip(outcomes, workers, strict=True):
+            pairs = [*zip(outcomes, workers, strict=True)]
+            start = turn % len(pairs)  # nobody is always behind the same one
+            for outcome, worker in pairs[start:] + pairs[:start]:
                 is_late = time.perf_counter() - started > deadline
                 if outcome.problem is None and not is_late and not _has_had_enough(outcome, patience):
                     _take_turn(outcome, worker, turn, patience)

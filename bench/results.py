@@ -57,13 +57,14 @@ class Section:
             median = f"{o.median:.4g}" if o.median else "–"
             rate = f"{o.bytes_per_second / 1e9:.2f}" if o.bytes_per_second else "–"
             share = f"{o.bytes_per_second / top:.2f}" if top and o.bytes_per_second else "–"
-            row = [_name(o), median, spread, str(len(o.seconds)), rate, share, _how(o)]
-            rows.append(row if by_rate else row[:4] + row[6:])
+            cpu = f"{o.cpu_seconds:.3g}" if o.cpu_seconds is not None else "–"
+            row = [_name(o), median, spread, cpu, str(len(o.seconds)), rate, share, _how(o)]
+            rows.append(row if by_rate else row[:5] + row[7:])
         return rows
 
     def columns(self) -> list[str]:
-        names = ["contestant", "median s", "least to most", "runs", "GB/s", "of the limit", "how"]
-        return names if any(o.bytes_per_second for o in self.outcomes) else names[:4] + names[6:]
+        names = ["contestant", "median s", "least to most", "CPU s", "runs", "GB/s", "of the limit", "how"]
+        return names if any(o.bytes_per_second for o in self.outcomes) else names[:5] + names[7:]
 
 
 def _name(outcome: Outcome) -> str:
@@ -76,6 +77,8 @@ def _how(outcome: Outcome) -> str:
         return f"no result: {outcome.problem}" if not outcome.seconds else f"stopped: {outcome.problem}"
     facts = outcome.facts
     parts = [f"{key} {facts[key]}" for key in ("io", "upload") if key in facts]
+    if "peak_bytes" in facts:
+        parts.append(f"peak {facts['peak_bytes'] / 2**20:.0f} MiB above the start")
     if "workers" in facts:
         parts.append(f"{facts['workers']} workers")
     parts += facts.get("layouts", {})
