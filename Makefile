@@ -40,7 +40,7 @@ demo: $(VENV)/.installed $(SMOLLM2) ## set everything up and load a real model (
 	@$(BIN)/ggufstream load --log-format console $(SMOLLM2)
 
 test: system $(VENV)/.dev $(SMOLLM2) $(GEMMA) lint ## set everything up, then lint, type-check and test
-	@$(BIN)/pytest
+	@$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 lint: $(VENV)/.dev ## ruff, mypy and the import rule
 	@$(BIN)/ruff check .

@@ -235,7 +235,8 @@ def test_packing_takes_no_memory_of_its_own(ggml_type: GGMLType) -> None:
     for layout in (Raw(), Planar(), X8(), F32()):
         if not layout.accepts(ggml_type):
             continue
-        extent = Extent(type=ggml_type, rows=(4 << 20) // ggml_type.block_bytes, row_blocks=1)
+        unit = ggml_type.block_elements if isinstance(layout, F32) else ggml_type.block_bytes
+        extent = Extent(type=ggml_type, rows=(4 << 20) // unit, row_blocks=1)  # 4 MiB, or 16 MiB of float32
         source, memory = np.zeros(extent.file_bytes, np.uint8), np.zeros(layout.nbytes(extent), np.uint8)
         runs = views(memory, whole(layout, extent))
         layout.pack(
