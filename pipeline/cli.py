@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -77,8 +78,18 @@ def _run(arguments: Sequence[str]) -> int:
     except MemoryError as error:
         return _fail(error, "the host is out of memory. Close other programs, or give less --staging", 4, arguments)
     except Exception as error:  # noqa: BLE001 - the last line of defence: a person gets a sentence, not a traceback
+        if _lacks_descriptors(error):
+            return _fail(error, "this process may open no more files. Raise its limit (ulimit -n)", 3, arguments)
         return _unexpected(error, arguments)
     return code
+
+
+def _lacks_descriptors(error: BaseException | None) -> bool:
+    """Whether an error came of having no descriptor left: that can be met anywhere, while importing for one."""
+    if isinstance(error, BaseExceptionGroup):
+        return any(map(_lacks_descriptors, error.exceptions))
+    number = error.errno if isinstance(error, OSError) else None
+    return number in {errno.EMFILE, errno.ENFILE} or (error is not None and _lacks_descriptors(error.__context__))
 
 
 def _unexpected(error: Exception, arguments: Sequence[str]) -> int:

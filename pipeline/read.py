@@ -336,8 +336,8 @@ class MappedSource(Source):
     def scratch_bytes(self, nbytes: int) -> int:
         return 0
 
-    def guard(self, offset: int, nbytes: int) -> None:
-        """Make bytes of an unchanged file resident, so that whoever uses them next does not die of it.
+    def guard(self, offset: int, nbytes: int, *, tensor: str) -> None:
+        """Make bytes of a tensor of an unchanged file resident, so that whoever uses them next does not die of it.
 
         Raises:
             FileChangedError: The file was changed or cut since its header was read.
@@ -349,13 +349,7 @@ class MappedSource(Source):
         except OSError as error:
             if error.errno != errno.EINVAL:  # before Linux 5.14 the look at the size is all that there is
                 self.check_unchanged()
-                raise UnreadableFileError(
-                    f"bytes {offset:,} to {offset + nbytes:,} cannot be read ({error.strerror})",
-                    file=self.shard.path,
-                    offset=offset,
-                    errno=error.errno,
-                    remedy="Check the disk or the network mount, and the system log",
-                ) from None
+                raise read_error(error, file=self.shard.path, tensor=tensor, offset=offset) from None
 
     def pages(self, first: int, last: int) -> Bytes:
         """Pages ``[first, last)`` of the mapping; the last one ends with the file."""

@@ -133,7 +133,7 @@ class Storage:
     def guard(self, entry: PlanEntry, offset: int, nbytes: int) -> None:
         """Before bytes of a tensor are used that the device reads in the file's pages. Blocks."""
         if entry.arena is not None and self.plan.arenas[entry.arena].spans and nbytes:
-            self._mapped[entry.tensor.shard].guard(entry.tensor.offset + offset, nbytes)
+            self._mapped[entry.tensor.shard].guard(entry.tensor.offset + offset, nbytes, tensor=entry.tensor.name)
 
     def linear(self, entry: PlanEntry, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """The product on the tensor's device. Blocks."""

@@ -233,7 +233,8 @@ class _Files:
             return os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             what = f"cannot be opened ({error.strerror})"
-            raise UnreadableFileError(what, file=shard.path, errno=error.errno) from None
+            remedy = "Check its permissions, and how many files this process may open"
+            raise UnreadableFileError(what, file=shard.path, errno=error.errno, remedy=remedy) from None
 
     def check_unchanged(self) -> None:
         """All are the files that were loaded."""

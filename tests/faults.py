@@ -26,7 +26,7 @@ import pytest
 
 from ggufstream import pages, row_reads
 
-__all__ = ["Action", "Calls", "act_before", "fails", "short"]
+__all__ = ["Action", "Calls", "a_read_fails", "act_before", "fails", "short"]
 
 Action = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """What happens in place of a call: takes the real one and its arguments."""
@@ -162,6 +162,18 @@ def fails(number: int) -> Action:
             ctypes.set_errno(number)
             return -1
         raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def a_read_fails(number: int) -> Action:
+    """One of the reads that ``io_getevents`` tells of has failed, and left nothing that is valid."""
+
+    def fail(real: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        got = real(*arguments)
+        if got > 0:
+            ctypes.c_int64.from_address(arguments[4].value + 16).value = -number  # io_event.res
+        return got
 
     return fail
 

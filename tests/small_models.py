@@ -9,7 +9,7 @@ from ggufstream.ggml_types import BY_NAME
 from tests.gguf_builder import STRING, Tensor, build, pair, text
 from tests.weights import finite_blocks
 
-__all__ = ["MIXED", "TensorSpec", "write_model"]
+__all__ = ["MIXED", "TensorSpec", "tensors_of", "write_model"]
 
 TensorSpec = tuple[str, str, tuple[int, ...]]
 """Name, type name, dims as in the file (fastest first)."""
@@ -41,6 +41,13 @@ MIXED: Sequence[TensorSpec] = (
 
 def write_model(path: Path, specs: Sequence[TensorSpec] = MIXED, *, alignment: int = 32, seed: int = 0) -> Path:
     """Write a valid file with random blocks, and return its path."""
+    tensors = tensors_of(specs, alignment=alignment, seed=seed)
+    path.write_bytes(build(tensors, [pair("general.architecture", STRING, text("test"))], alignment=alignment))
+    return path
+
+
+def tensors_of(specs: Sequence[TensorSpec], *, alignment: int = 32, seed: int) -> list[Tensor]:
+    """Tensors of random blocks, one after the other."""
     tensors = []
     offset = 0
     for i, (name, type_name, dims) in enumerate(specs):
@@ -51,5 +58,4 @@ def write_model(path: Path, specs: Sequence[TensorSpec] = MIXED, *, alignment: i
         data = finite_blocks(ggml_type, elements // ggml_type.block_elements, seed=seed + i).tobytes()
         tensors.append(Tensor(name=name, dims=dims, type_id=ggml_type.id, offset=offset, data=data))
         offset += len(data) + -len(data) % alignment
-    path.write_bytes(build(tensors, [pair("general.architecture", STRING, text("test"))], alignment=alignment))
-    return path
+    return tensors

@@ -7,11 +7,13 @@ import gc
 import json
 import os
 import re
+import resource
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,13 @@ import ggufstream
 from ggufstream import row_sources
 from ggufstream.backends.base import Backend
 from ggufstream.backends.registry import open_backend
+from ggufstream.cli import main
 from ggufstream.decode import decode
 from ggufstream.errors import DeviceError, FileChangedError, FileError, GGUFStreamError, UnreadableFileError
 from tests.fault_table import RecordFault
-from tests.faults import Action, Calls, act_before, fails, short
-from tests.small_models import TensorSpec, write_model
+from tests.faults import Action, Calls, a_read_fails, act_before, fails, short
+from tests.gguf_builder import STRING, build, pair, text, u16
+from tests.small_models import TensorSpec, tensors_of, write_model
 from tests.watching import nothing_is_left
 
 SMALL: tuple[TensorSpec, ...] = (
@@ -96,7 +100,7 @@ FAULTS: dict[str, dict[str, Action]] = {
     "cachestat": errors(errno.EPERM),
     "io_setup": errors(errno.EAGAIN),
     "io_submit": errors(errno.EAGAIN, errno.EINTR) | {"half": short(0.5)},
-    "io_getevents": errors(errno.EINTR, errno.EINVAL),
+    "io_getevents": errors(errno.EINTR, errno.EINVAL) | {"EIO of a read": a_read_fails(errno.EIO)},
     "io_destroy": errors(errno.EINVAL),
     "memfd_create": errors(errno.EMFILE),
     "ftruncate": errors(errno.ENOSPC),
@@ -219,13 +223,13 @@ def overwrite(path: Path) -> None:
         file.write(OTHER)
 
 
-def replace(path: Path) -> None:
+def rename_over(path: Path) -> None:
     new = path.with_suffix(".new")
     new.write_bytes(OTHER)
     new.replace(path)
 
 
-CHANGES: dict[str, Callable[[Path], None]] = {"grows": grow, "is overwritten": overwrite, "is replaced": replace}
+CHANGES: dict[str, Callable[[Path], None]] = {"grows": grow, "is overwritten": overwrite, "is replaced": rename_over}
 OTHER = b""
 
 
@@ -255,7 +259,7 @@ async def test_a_file_changes_before_any_call(
     async with ggufstream.Loader(staging_bytes=1 << 20) as loader:
         assert await outcome(loader, written(path, contents), way, calls, versions=versions) is None
         seen = set()
-        for nth in range(1, calls.counts.total() + 1, 2):
+        for nth in range(1, calls.counts.total() + 1, 3):
             written(path, contents)
             act = act_before(lambda: CHANGES[change](path))
             error = await outcome(loader, path, way, calls, None, nth, act, versions=versions)
@@ -332,3 +336,248 @@ def test_a_file_is_cut_before_any_call(name: str, tmp_path: Path, contents: byte
     for _, found in lines:
         record_fault("file is cut", found)
     assert {found for _, found in lines} >= {"`TruncatedFileError`", "`FileChangedError`"}
+
+
+# --- Shards, the check of a loaded model, other memory --------------------------------------------------------------
+
+
+def write_split(folder: Path) -> list[Path]:
+    """The same model in two files."""
+    shards = []
+    for number, specs in enumerate((SMALL[:3], SMALL[3:])):
+        path = folder / f"m-{number + 1:05}-of-00002.gguf"
+        pairs = [pair("general.architecture", STRING, text("test")), u16("split.no", number), u16("split.count", 2)]
+        path.write_bytes(build(tensors_of(specs, seed=number), pairs))
+        shards.append(path)
+    return shards
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_a_shard_that_fails_is_named(tmp_path: Path, calls: Calls, record_fault: RecordFault) -> None:
+    shards = write_split(tmp_path)
+    files = [str(path) for path in shards]
+    named = set()
+    with open_backend("cpu") as backend:
+        async with ggufstream.Loader(staging_bytes=1 << 20) as loader:
+
+            async def load(*fault: Any) -> FileError | None:
+                for path in shards:
+                    os.utime(path, (1e9, 1e9))
+                with nothing_is_left(shards[0], backend), nothing_is_left(shards[1], backend):
+                    calls.start(*fault)
+                    try:
+                        async with await loader.submit(shards[1], backend=backend, **WAYS["pread"].options) as model:
+                            await model[TABLE].read()
+                    except FileError as error:
+                        assert error.file in files
+                        assert error.file in str(error)
+                        return error
+                    finally:
+                        calls.stop()
+                return None
+
+            assert await load() is None
+            counts = calls.counts.copy()
+            for call in ("open", "fstat", "preadv", "dup", "read the header"):
+                for nth in range(1, counts[call] + 1):
+                    error = await load(call, nth, fails(errno.EIO))
+                    record_fault(f"{call} of a shard: EIO", error)
+                    assert isinstance(error, UnreadableFileError)
+                    named.add((call, error.file))
+            assert named >= {(call, file) for call in ("open", "fstat", "preadv", "read the header") for file in files}
+            for nth in range(1, counts.total() + 1, 5):
+                record_fault("shard is touched", await load(None, nth, act_before(shards[1].touch)))
+            assert await load() is None
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_verify_meets_faults(tmp_path: Path, contents: bytes, calls: Calls, record_fault: RecordFault) -> None:
+    path = tmp_path / "verified.gguf"
+    for spec in ("cpu", "simulated:discrete-24g"):
+        with open_backend(spec) as backend, nothing_is_left(written(path, contents), backend):
+            model = await ggufstream.load(path, backend=backend, range_bytes=RANGE, lazy="off", io="pread")
+            async with model:
+
+                async def verify(*fault: Any, model: ggufstream.Model = model) -> GGUFStreamError | None:
+                    calls.start(*fault)
+                    try:
+                        assert (await ggufstream.verify(model)).differing == ()
+                    except GGUFStreamError as caught:
+                        return caught
+                    finally:
+                        calls.stop()
+                    return None
+
+                assert await verify() is None
+                counts = calls.counts.copy()
+                assert counts["open"] == 1
+                for call in ("open", "fstat", "preadv", "close"):
+                    kinds = errors(errno.EIO) | (SHORT if call == "preadv" else {})
+                    for nth in [1, 2, *range(3, counts[call], 17), counts[call]]:
+                        for kind, action in kinds.items():
+                            if nth > counts[call] or (spec != "cpu" and call == "preadv" and kind == "EIO"):
+                                continue
+                            error = await verify(call, nth, action)
+                            record_fault(f"{call} of verify: {kind}", error)
+                            assert (error is None) == (kind in SURVIVED or call == "close")
+                            if error is not None:
+                                check(error, path, call)
+                                assert await verify() is None
+                for nth in range(1, counts.total(), 17):
+                    cut = act_before(lambda: os.truncate(path, len(contents) // 2))
+                    error = await verify(None, nth, cut)
+                    record_fault("file is cut while it is verified", error)
+                    assert isinstance(error, FileError)
+                    check(error, path)
+                    written(path, contents)
+                if spec != "cpu":  # the device's own memory
+                    error = await verify("preadv", 1, fails(errno.EIO))
+                    record_fault("device's memory: EIO", error)
+                    assert isinstance(error, DeviceError)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("io", ["mmap", "pread"])
+@pytest.mark.asyncio
+async def test_a_device_that_reads_the_file(io: str, path: Path, calls: Calls, record_fault: RecordFault) -> None:
+    """llvmpipe: reads go into its memory, and it decodes rows in the file's own pages."""
+    versions = [path.read_bytes()]  # noqa: ASYNC240
+    options = way("vulkan", io, "device-read", upload="alias" if io == "mmap" else "auto").options
+    with open_backend("vulkan", device="llvmpipe", direct=True, validation=True) as backend:
+        async with ggufstream.Loader(staging_bytes=1 << 20) as loader:
+
+            async def load(*fault: Any) -> GGUFStreamError | None:
+                with nothing_is_left(path, backend):
+                    calls.start(*fault)
+                    try:
+                        await use(loader, path, backend, options, versions)
+                    except GGUFStreamError as error:
+                        calls.stop()
+                        gc.collect()
+                        return error
+                    finally:
+                        calls.stop()
+                return None
+
+            assert await load() is None
+            counts = calls.counts.copy()
+            for call in (
+                "preadv",
+                "madvise POPULATE_READ",
+                "process_madvise POPULATE_READ",
+                "dup",
+                "mmap a file",
+                "fstat",
+            ):
+                for kind, action in FAULTS[call].items():
+                    for nth in range(1, counts[call] + 1):
+                        error = await load(call, nth, action)
+                        record_fault(f"{call}, device that reads the file: {kind}", error)
+                        if error is not None:
+                            assert kind not in SURVIVED
+                            check(error, path, call)
+            assert await load() is None
+
+
+@pytest.mark.parametrize("spec", ["cpu", "vulkan"])
+@pytest.mark.asyncio
+async def test_memory_that_the_kernel_cannot_read_into(
+    spec: str, path: Path, calls: Calls, record_fault: RecordFault
+) -> None:
+    """Some drivers' mapped memory is not: the processor copies there."""
+    given = {"range_bytes": RANGE, "io": "pread", "lazy": "off", "select": "attn_norm|per_layer"}
+    with open_backend(spec, **({"device": "llvmpipe", "direct": True} if spec == "vulkan" else {})) as backend:
+        calls.start("preadv", 1, fails(errno.EFAULT))
+        async with await ggufstream.load(path, backend=backend, **given) as model:
+            assert calls.hit
+            calls.stop()
+            assert "cannot be read into" in model.report.io_reason
+            assert (await ggufstream.verify(model)).differing == ()
+    record_fault("preadv into memory of the device: EFAULT", None)
+
+
+# --- The command line -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["load", "verify", "rows", "inspect"])
+def test_the_command_line_says_it_in_one_line(
+    verb: str, path: Path, calls: Calls, record_fault: RecordFault, capfd: pytest.CaptureFixture[str]
+) -> None:
+    loading = ["--backend", "cpu", "--io", "pread", "--lazy", "on"]
+    arguments = [verb, str(path), *{"rows": [TABLE, "3"], "inspect": []}.get(verb, loading)]
+    calls.start()
+    assert main(arguments) == 0
+    counts = calls.counts.copy()
+    for call in sorted(counts.keys() & {"open", "fstat", "preadv", "read the header"}):
+        for nth in {1, counts[call]}:
+            capfd.readouterr()
+            calls.start(call, nth, fails(errno.EIO))
+            code = main(arguments)
+            calls.stop()
+            out, err = capfd.readouterr()
+            record_fault(f"`{verb}`, {call}: EIO", f"exit code {code}")
+            assert code == 3, err
+            assert "Traceback" not in out + err
+            assert str(path) in err
+
+
+def limited(kind: int, limit: int, *arguments: object) -> tuple[int, str, str]:
+    """The command line under a limit of the system."""
+    done = subprocess.run(
+        [sys.executable, "-m", "ggufstream", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(kind, (limit, limit)),
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_auto_reads_a_file_that_does_not_fit_the_address_space(tmp_path: Path, record_fault: RecordFault) -> None:
+    path = tmp_path / "wide.gguf"
+    tensors = tensors_of([*SMALL, ("wide", "I8", (1 << 20, 0))], seed=0)
+    wide = replace(tensors[-1], dims=(1 << 20, 8 << 10))
+    path.write_bytes(build([*tensors[:-1], wide], [pair("general.architecture", STRING, text("test"))]))
+    os.truncate(path, path.stat().st_size + (8 << 30) + 64)
+    command = ("load", path, "--select", "blk", "--backend", "simulated:discrete-24g", "--json")  # it packs
+    code, out, err = limited(resource.RLIMIT_AS, 4 << 30, *command)
+    assert code == 0, err
+    report = json.loads(out)
+    assert report["io"] == "pread"
+    assert "cannot be mapped (Cannot allocate memory)" in report["io_reason"]
+    record_fault("address space: the file does not fit, `--io auto`", None)
+    code, out, err = limited(resource.RLIMIT_AS, 4 << 30, *command, "--io", "mmap")
+    assert code == 3
+    assert json.loads(out)["error"]["errno"] == errno.ENOMEM
+    assert "Traceback" not in err
+    record_fault("address space: the file does not fit, `--io mmap`", f"exit code {code}")
+
+
+@pytest.mark.slow
+def test_hardly_a_descriptor(path: Path, record_fault: RecordFault) -> None:
+    code, _, err = limited(resource.RLIMIT_NOFILE, 6, "load", path, "--backend", "cpu")
+    assert code == 3
+    assert "may open no more files" in err
+    assert "Traceback" not in err
+    record_fault("descriptors: 6 a process", f"exit code {code}")
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_signals_all_the_time(path: Path, calls: Calls, record_fault: RecordFault) -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGPROF, lambda number, _: seen.append(number))
+    signal.setitimer(signal.ITIMER_PROF, 1e-4, 1e-4)
+    try:
+        async with ggufstream.Loader(staging_bytes=1 << 20) as loader:
+            for one in WAYS.values():
+                error = await outcome(loader, path, one, calls, versions=[path.read_bytes()])  # noqa: ASYNC240
+                record_fault("signals all the time", error)
+                assert error is None
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+    assert seen
