@@ -11,9 +11,8 @@ BIN := $(VENV)/bin
 MODELS := .cache/models
 SMOLLM2 := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 GEMMA := $(MODELS)/gemma-3-270m-q4_k_m.gguf
-BENCHES := $(filter-out __init__,$(patsubst bench/%.py,%,$(wildcard bench/[a-z]*.py)))
-# a GPU if you have one: make bench BENCH_FLAGS_linear=
-BENCH_FLAGS_linear := --device llvmpipe
+# of python -m bench: make bench BENCH_FLAGS=--quick
+BENCH_FLAGS :=
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
 export PIP_ROOT_USER_ACTION := ignore
@@ -52,8 +51,10 @@ format: $(VENV)/.dev ## let ruff format and fix what it can
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.dev $(SMOLLM2) $(GEMMA) ## run every benchmark of bench/
-	@$(foreach name,$(BENCHES),echo "== $(name)"; $(BIN)/python -m bench.$(name) $(BENCH_FLAGS_$(name));)
+bench: system $(VENV)/.bench $(GEMMA) ## compare with the hardware's limit and other loaders (BENCH_FLAGS=--quick: 2 min)
+	@$(call need,fio,command -v fio)
+	@$(BIN)/python -m bench $(BENCH_FLAGS)
+	@$(BIN)/pytest bench --timeout=0 --benchmark-columns=median,iqr,rounds --benchmark-max-time=0.5
 
 shaders: ## compile the compute shaders (needs glslc)
 	@$(call need,glslc,command -v glslc)
@@ -96,6 +97,11 @@ $(VENV)/.installed: pyproject.toml $(VENV)/.modules
 
 $(VENV)/.dev: $(VENV)/.installed
 	@$(PIP) install --group dev
+	@touch $@
+
+# Other loaders, and PyTorch for them: some gigabytes.
+$(VENV)/.bench: $(VENV)/.dev
+	@$(PIP) install --group bench
 	@touch $@
 
 # Order-only: a new Python environment is no reason to fetch a model again.

@@ -1,4 +1,6 @@
-"""How fast whole loads are, by backend, way up, I/O mode, threads and range size. Ratios to a plain read in the same run.
+"""Our own loads over all choices: backend, way up, I/O mode, threads, range size. Ratios to a plain read in the same run.
+
+To find what to choose; how we compare with others is in ``python -m bench``.
 
 The file is generated, and warm or cold as asked: cold is made with fadvise and proven with mincore, and the two are
 never mixed. Every contestant runs once unmeasured, then all in turn, several times; medians are printed.
@@ -13,69 +15,19 @@ import json
 import os
 import statistics
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import ggufstream
 from bench.files import model_file
+from bench.machine import make_cold, make_warm
+from bench.raw_reads import STEP, read_file
 from ggufstream.backends.host_memory import anonymous_memory
 from ggufstream.backends.registry import open_backend
 from ggufstream.digest import tensor_digests
 from ggufstream.manifest import format_manifest
 from ggufstream.options import parse_bytes
-from ggufstream.pages import Residency
-
-
-def set_cache(path: Path, *, cold: bool) -> None:
-    """Make all pages of the file absent from, or present in, the page cache; fails where that did not work."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        if cold:
-            os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        else:
-            scratch = bytearray(8 << 20)
-            offset = 0
-            while count := os.preadv(descriptor, [scratch], offset):
-                offset += count
-        fraction = Residency(descriptor, path.stat().st_size).fraction
-    finally:
-        os.close(descriptor)
-    if not (fraction < 0.01 if cold else fraction > 0.99):
-        raise SystemExit(f"{path}: {fraction:.0%} is in the page cache; it should be {'0' if cold else '100'} %")
-
-
-def plain_read(path: Path, threads: int, target: np.ndarray, *, direct: bool) -> float:
-    """Seconds to read the file with ``preadv`` into memory that was touched before: the limit here."""
-    size = path.stat().st_size & ~4095
-    descriptor = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
-    step = 8 << 20
-    offsets = iter(range(0, size, step))
-    lock = threading.Lock()
-
-    def work() -> None:
-        while True:
-            with lock:
-                offset = next(offsets, None)
-            if offset is None:
-                return
-            end = min(offset + step, size)
-            while offset < end:
-                offset += os.preadv(descriptor, [target[offset % target.size :][: end - offset].data], offset)
-
-    started = time.perf_counter()
-    workers = [threading.Thread(target=work) for _ in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    seconds = time.perf_counter() - started
-    os.close(descriptor)
-    return seconds
 
 
 async def one_load(path: Path, backend: Any, options: dict[str, Any]) -> dict[str, Any]:
@@ -104,12 +56,16 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     seconds: dict[int, list[float]] = {i: [] for i in range(len(rows))}
     limits: dict[str, list[float]] = {name: [] for name in args.type}
     reports: dict[int, dict[str, Any]] = {}
-    target = anonymous_memory(64 << 20, owner="bench")
+    set_cache = make_cold if args.cold else make_warm
+    target = anonymous_memory(args.limit_threads * STEP, owner="bench")
     target[:] = 1
+    targets = [target[i * STEP :][:STEP].data for i in range(args.limit_threads)]
     for turn in range(args.runs + 1):
         for name, path in files.items():
-            set_cache(path, cold=args.cold)
-            limit = plain_read(path, args.limit_threads, target, direct=args.cold)
+            set_cache(path)
+            started = time.perf_counter()
+            read_file(str(path), targets, direct=args.cold)
+            limit = time.perf_counter() - started
             if turn:
                 limits[name].append(limit)
         for i, row in enumerate(rows):
@@ -117,7 +73,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             options |= {"staging_bytes": args.staging, "page_cache": "auto" if args.cold else "keep"}
             path = files[row["type"]]
             options["digest"] = manifests[row["type"]] if row["digest"] == "on" else None
-            set_cache(path, cold=args.cold)
+            set_cache(path)
             direct = {"auto": None, "direct": True, "staged": False}[row["upload"]]
             device = args.device if row["backend"] == "vulkan" else None
             with open_backend(row["backend"], device=device, direct=direct) as backend:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["dd", "fio", "preadv", "read_file"]
+__all__ = ["STEP", "dd", "fio", "preadv", "read_file"]
 
 Load = Callable[[dict[str, Any]], Iterator[dict[str, Any] | None]]
 

@@ -27,7 +27,7 @@ import numpy as np
 
 import ggufstream
 from bench.files import CACHE, _blocks
-from bench.load import set_cache
+from bench.machine import make_cold
 from ggufstream.ggml_types import BY_NAME, GGMLType
 
 TABLE = "per_layer_token_embd.weight"
@@ -130,7 +130,7 @@ def measure(ways: dict[str, Way], path: Path, rows: int, args: argparse.Namespac
         ids = rng.integers(0, rows, args.batch)
         for name, way in ways.items():
             if cold:
-                set_cache(path, cold=True)
+                make_cold(path)
             took = way(ids)
             if turn:
                 seconds[name].append(took)
@@ -199,7 +199,7 @@ def main() -> None:
             print("fio is not installed (apt-get install fio): no comparison with it")
         else:
             cold["fio"] = others.fio
-        set_cache(path, cold=True)
+        make_cold(path)
         with opened(path, (*STRATEGIES, "auto")) as ways:
             print("cold")
             seconds = measure(cold | ways, path, rows, args, cold=True)
