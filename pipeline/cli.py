@@ -16,13 +16,12 @@ from __future__ import annotations
 import errno
 import os
 import re
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
 
 from ggufstream.errors import FileError, GGUFStreamError
-from ggufstream.terminal import Interrupted, OutputError, log_failure, logs_json
+from ggufstream.terminal import Interrupted, OutputError, log_failure, logs_json, signals_handled
 
 __all__ = ["main"]
 
@@ -39,11 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # a name that the terminal's encoding lacks is escaped, never an exception
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    code = _run(arguments)
-    try:
-        sys.stdout.flush()
-    except OSError:
-        _discard_stdout()
+    with signals_handled(lambda error: _fail(error, str(error), error.exit_code, arguments)):
+        code = _run(arguments)
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _discard_stdout()
     return code
 
 
@@ -68,8 +68,6 @@ def _run(arguments: Sequence[str]) -> int:
         return _fail(error, remedy, 2, arguments)
     except GGUFStreamError as error:
         return _fail(error, _in_flags(error), error.exit_code, arguments)
-    except KeyboardInterrupt as error:
-        return _fail(error, "interrupted", 128 + signal.SIGINT, arguments)
     except BrokenPipeError:
         return _discard_stdout()
     except OutputError as error:

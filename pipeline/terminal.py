@@ -19,7 +19,6 @@ from ggufstream.errors import printable
 from ggufstream.units import human_bytes, human_rate
 
 if TYPE_CHECKING:
-    from anyio.abc import TaskStatus
     from structlog.typing import EventDict, Processor
 
     from ggufstream.events import Event
@@ -34,6 +33,7 @@ __all__ = [
     "logs_json",
     "progress_bar",
     "run_interruptible",
+    "signals_handled",
     "to_json",
     "write_json",
     "write_out",
@@ -53,6 +53,46 @@ class Interrupted(BaseException):
         super().__init__(f"interrupted by {signal.Signals(signum).name}")
 
 
+_caught: list[int] = []
+"""The signal that cancels the work."""
+_printed: list[int] = []
+"""Characters of results that were written to stdout, or begun to be."""
+_cancel: Callable[[], object] | None = None
+"""Cancels the work, where some runs that a signal should not just cut off."""
+
+
+@contextlib.contextmanager
+def signals_handled(say: Callable[[Interrupted], object] = lambda _: None) -> Iterator[None]:
+    """SIGINT and SIGTERM cancel what `run_interruptible` runs; a second one, or one when nothing runs, ends the process.
+
+    A handler, not an exception: that could come out in an import, a destructor or a callback, and be lost there.
+    ``say`` is called before the process ends because nothing ran, unless results are being printed: who reads them may
+    not read on, and half a result and an object about an error make neither.
+    """
+    _printed.clear()
+
+    def handle(signum: int, _: object) -> None:
+        if _caught:
+            _end_at_once(signum)
+        if _cancel is not None:
+            _caught.append(signum)
+            _cancel()
+            return
+        try:
+            if not _printed:
+                say(Interrupted(signum))
+        finally:
+            _end_at_once(signum)
+
+    before = {signum: signal.signal(signum, handle) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        _caught.clear()
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
 def run_interruptible(work: Callable[[], Awaitable[_T]]) -> _T:
     """Run ``work`` on an event loop. The first SIGINT or SIGTERM cancels it and waits; a second ends the process.
 
@@ -65,42 +105,30 @@ def run_interruptible(work: Callable[[], Awaitable[_T]]) -> _T:
 
 
 async def _supervise(work: Callable[[], Awaitable[_T]]) -> _T:
+    import asyncio
+
     import anyio
 
+    global _cancel  # noqa: PLW0603 - a process has one terminal, and signals are its own
     scope = anyio.CancelScope()
-    caught: list[int] = []
-
-    async def watch(*, task_status: TaskStatus[None]) -> None:
-        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-            task_status.started()
-            async for signum in signals:
-                if caught:
-                    _end_at_once(signum)
-                caught.append(signum)
-                scope.cancel()
-
+    loop = asyncio.get_running_loop()
     results: list[_T] = []
-    failure: Exception | None = None
-    async with anyio.create_task_group() as tasks:
-        await tasks.start(watch)
-        try:
-            with scope:
-                results.append(await work())
-        except Exception as error:  # noqa: BLE001 - raised again below, out of reach of the group that would wrap it
-            failure = error
-        tasks.cancel_scope.cancel()
-    if failure is not None:
-        raise failure
-    if caught:
-        raise Interrupted(caught[0])
+    _cancel = lambda: loop.call_soon_threadsafe(scope.cancel)  # noqa: E731
+    try:
+        with scope:
+            results.append(await work())
+    finally:
+        _cancel = None
+    if _caught:
+        raise Interrupted(_caught[0])
     return results[0]
 
 
 def _end_at_once(signum: int) -> None:
-    """Leave without waiting for threads, which an exception could not do."""
-    if sys.stderr.isatty():
-        sys.stderr.write(_SHOW_CURSOR)
-    sys.stderr.flush()
+    """Leave without waiting for threads, which an exception could not do, or for whoever reads what we print."""
+    with contextlib.suppress(OSError):
+        if os.isatty(2):
+            os.write(2, _SHOW_CURSOR.encode())
     os._exit(128 + signum)
 
 
@@ -119,6 +147,7 @@ def write_out(text: str) -> None:
         BrokenPipeError: Whoever read it has left.
         OutputError: Anything else went wrong.
     """
+    _printed.append(len(text))
     try:
         sys.stdout.write(text)
         sys.stdout.flush()

@@ -520,12 +520,13 @@ def test_signal_during_a_load_ends_it_cleanly(
 def test_second_signal_ends_at_once(tmp_path: Path) -> None:
     # work that refuses to end when it is cancelled stands for a driver that hangs
     code = (
-        "import anyio, sys; from ggufstream.terminal import run_interruptible\n"
+        "import anyio; from ggufstream.terminal import run_interruptible, signals_handled\n"
         "async def work():\n"
         "    print('up', flush=True)\n"
         "    with anyio.CancelScope(shield=True):\n"
         "        await anyio.sleep_forever()\n"
-        "run_interruptible(work)"
+        "with signals_handled():\n"
+        "    run_interruptible(work)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
