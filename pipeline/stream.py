@@ -107,8 +107,10 @@ class Stream:
         self._budget = budget
         self._checks = checks
         self._emit = emit
-        largest = max((part.nbytes for part in plan.ranges), default=0)
-        scratch_bytes = max((source.scratch_bytes(largest) for source in sources), default=0)
+        self._largest = max((part.nbytes for part in plan.ranges), default=0)
+        self._repacking = {part.arena for part in plan.ranges if not self._is_verbatim(part)}
+        """Arenas of which some range does not go in unchanged."""
+        scratch_bytes = max((source.scratch_bytes(self._largest) for source in sources), default=0)
         scratch_memory = MemoryCounter()
         self._scratch = SlabPool(
             lambda nbytes: HostStaging(nbytes, owner="scratch", counter=scratch_memory), scratch_bytes
@@ -235,14 +237,19 @@ class Stream:
         return self._staging[device]
 
     def _host_bytes(self, part: Range) -> int:
-        """Host memory that a range takes while it is in flight: scratch or mapped pages, and staging."""
+        """Host memory that a range takes while it is in flight: scratch or mapped pages, and staging.
+
+        The same for all ranges of a kind, so that one can use the slabs that another has left.
+        """
         if self._plan.arenas[part.arena].spans:
             return 0  # its pages stay
-        if self._reads_in_place(part):
-            source = 0
-        else:
-            source = self._scratch.nbytes or part.nbytes + 2 * PAGE
+        _, in_place = self._kind(part)
+        source = 0 if in_place else self._scratch.nbytes or self._largest + 2 * PAGE
         return source + (self._pool(part).nbytes if self._plan.is_staged(part) else 0)
+
+    def _kind(self, part: Range) -> Kind:
+        """Its arena, and whether all that goes there is read straight to its place."""
+        return part.arena, part.arena not in self._repacking and self._reads_in_place(part)
 
     def _reads_in_place(self, part: Range) -> bool:
         """Whether bytes go from the file straight to their destination: unchanged, and not where they cannot be read back
@@ -278,19 +285,17 @@ class Stream:
     async def _charge(self, part: Range) -> None:
         """Wait for the staging memory of a range, and take it: what the last ones left, or from the budget."""
         nbytes, kind = self._budget.cost(self._host_bytes(part)), self._kind(part)
+        # Slabs of another kind go first. More may be left meanwhile, and once nobody is under way nothing is told.
+        while self._spare[kind] < nbytes and self._spare.total():
+            await self._give_spare()
         if self._spare[kind] >= nbytes:
             self._spare[kind] -= nbytes
         else:
-            await self._give_spare()
             self._waiting = kind, nbytes
             await self._budget.acquire(nbytes, owner=self)
             self._waiting = None
         self._charged[part.index] = kind, nbytes
         self.staging_peak = max(self.staging_peak, self._charged_bytes + self._spare.total())
-
-    def _kind(self, part: Range) -> Kind:
-        """Ranges of a kind take the same slabs."""
-        return part.arena, self._is_verbatim(part)
 
     async def _give_spare(self) -> None:
         """Free the slabs that nobody uses, and give back their budget."""

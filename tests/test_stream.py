@@ -1,0 +1,92 @@
+"""How ranges are passed on: lanes and mailboxes between threads and the event loop, and the budget that goes round."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ggufstream
+from ggufstream.backends.simulated import SimulatedBackend
+from ggufstream.ranges import Range
+from ggufstream.stream import Stream
+from ggufstream.threads import Lane, Mailbox
+from tests.small_models import write_model
+from tests.watching import until
+
+
+def test_a_lane_hands_each_item_to_one_reader_and_its_end_to_all() -> None:
+    lane: Lane[int] = Lane()
+
+    def read() -> list[int]:
+        return list(iter(lane.get, None))
+
+    with ThreadPoolExecutor(4) as threads:
+        readers = [threads.submit(read) for _ in range(4)]
+        for i in range(1000):
+            lane.put(i)
+        lane.close()
+        assert sorted(item for reader in readers for item in reader.result(10)) == list(range(1000))
+
+
+def test_a_stopped_lane_gives_nothing_more() -> None:
+    lane: Lane[int] = Lane()
+    with ThreadPoolExecutor(3) as threads:
+        waiting = [threads.submit(lane.get) for _ in range(3)]
+        lane.stop()
+        assert [reader.result(10) for reader in waiting] == [None] * 3
+    lane.put(1)
+    assert lane.get() is None
+
+
+@pytest.mark.asyncio
+async def test_a_mailbox_loses_nothing_and_keeps_each_sender_in_order() -> None:
+    mailbox: Mailbox[tuple[int, int]] = Mailbox()
+    senders = [
+        threading.Thread(target=lambda sender=sender: [mailbox.put((sender, i)) for i in range(500)])
+        for sender in range(4)
+    ]
+    for sender in senders:
+        sender.start()
+    got: list[tuple[int, int]] = []
+    while len(got) < 2000:
+        got += await mailbox.get()
+    for sender in senders:
+        sender.join()
+    for number in range(4):
+        assert [i for sender, i in got if sender == number] == list(range(500))
+
+
+@pytest.mark.asyncio
+async def test_budget_left_while_slabs_are_freed_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranges of two kinds take turns, and all that are under way end while the feeder frees the slabs of one."""
+    feeding: ContextVar[bool] = ContextVar("feeding", default=False)
+    charge, give_spare = Stream._charge, Stream._give_spare
+    freed = 0
+
+    async def charged(self: Stream, part: Range) -> None:
+        feeding.set(True)
+        await charge(self, part)
+
+    async def given_when_all_have_ended(self: Stream) -> None:
+        nonlocal freed
+        await give_spare(self)
+        if feeding.get():
+            freed += 1
+            await until(lambda: not self._charged)
+
+    monkeypatch.setattr(Stream, "_charge", charged)
+    monkeypatch.setattr(Stream, "_give_spare", given_when_all_have_ended)
+    path = write_model(tmp_path / "mixed.gguf")
+    options: dict[str, Any] = {"range_bytes": 256 << 10, "staging_bytes": 1 << 20, "io": "mmap"}
+    with SimulatedBackend("discrete-24g") as backend:
+        async with asyncio.timeout(20), await ggufstream.load(path, backend=backend, **options) as model:
+            assert model.report.streamed_bytes > 0
+    assert freed
