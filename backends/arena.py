@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import NamedTuple
 
 from ggufstream.backends.base import Chunk
@@ -76,8 +77,9 @@ class Arena(ABC):
 
     def close(self) -> None:
         """Free all chunks. Nothing may be in flight into them. A second call does nothing."""
-        while self.chunks:
-            self.chunks.pop().close()
+        with ExitStack() as closing:  # all, even if one fails
+            while self.chunks:
+                closing.callback(self.chunks.pop().close)
 
 
 class ChunkArena(Arena):

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ggufstream.backends.arena import Arena
 from ggufstream.backends.base import Backend, Capabilities, Slice
 from ggufstream.decode import DECODABLE
-from ggufstream.errors import OptionError, UnreadableFileError
+from ggufstream.errors import OptionError, UnreadableFileError, located
 from ggufstream.gguf_file import Shard
 from ggufstream.load_plan import LoadPlan, PlanEntry
 from ggufstream.options import Intent, PageCacheMode, Placement, RowStrategy
@@ -153,7 +153,8 @@ class RowTables:
                     if because:
                         why_not.append(f"{facts.device} {because}")
                     else:
-                        gathering.append(DeviceReadRows(table, backend))
+                        with located(facts.device, f"opening {entry.tensor.name}", tensor=entry.tensor.name):
+                            gathering.append(DeviceReadRows(table, backend))
                         undo.callback(gathering[-1].close)
                 if self._strategy != "device-read":
                     source: RowSource = open_rows(table, self._strategy)

@@ -56,12 +56,9 @@ class SlabPool:
 
     def close(self) -> None:
         """Free those that are not out."""
-        while True:
-            with self._lock:
-                if not self._free:
-                    return
-                staging = self._free.pop()
-            staging.close()
+        with ExitStack() as closing, self._lock:  # all, even if one fails
+            while self._free:
+                closing.callback(self._free.pop().close)
 
 
 class Uploads:
@@ -92,9 +89,13 @@ class Uploads:
 
     def drain(self) -> None:
         """Wait for whatever is in flight, and free its staging memory. For the end of a load, however it ends."""
-        with ExitStack() as memory:
+        with ExitStack() as ending:  # all, even if one fails
             while self._in_flight:
                 _, upload = self._in_flight.popitem()
-                memory.callback(upload.staging.close)
-                with suppress(DeviceError):  # a lost device writes no more; its memory is given back all the same
-                    upload.ticket.wait()
+                ending.callback(upload.staging.close)
+                ending.callback(_wait, upload.ticket)
+
+
+def _wait(ticket: Ticket) -> None:
+    with suppress(DeviceError):  # a lost device writes no more; its memory is given back all the same
+        ticket.wait()

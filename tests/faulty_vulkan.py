@@ -9,15 +9,23 @@ from collections.abc import Callable
 from ggufstream.backends.vulkan.api import Vulkan
 from tests.native_objects import NATIVE, counts
 
-__all__ = ["FaultyVulkan"]
+__all__ = ["LOST", "FaultyVulkan"]
+
+
+LOST = -4
+_CAN_BE_LOST = frozenset({"vkQueueSubmit", "vkWaitForFences", "vkGetFenceStatus"})
 
 
 class FaultyVulkan(Vulkan):
-    """Counts calls. ``answers`` maps a function to a result code, or to what gives one; ``None`` lets the driver answer."""
+    """Counts calls. ``answers`` maps a function to a result code, or to what gives one; ``None`` lets the driver answer.
+
+    After :meth:`fail_at` has lost a device, all calls that can say so do, until :meth:`heal`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.called: Counter[str] = Counter()
+        self.is_lost = False
         self.answers: dict[str, int | Callable[[], int | None]] = {}
         self._count_lock = threading.Lock()
 
@@ -26,12 +34,35 @@ class FaultyVulkan(Vulkan):
             self.called[name] += 1
         answer = self.answers.get(name)
         code = answer() if callable(answer) else answer
+        if self.is_lost and name in _CAN_BE_LOST:
+            return self._lost(name, arguments)
         return super().call(name, *arguments) if code is None else code
+
+    def _lost(self, name: str, arguments: tuple[object, ...]) -> int:
+        # A device that is lost has ended all work. This one has not: nothing may be freed before it does.
+        if name == "vkWaitForFences":
+            super().call(name, *arguments)
+        elif name == "vkGetFenceStatus":
+            device, fence = arguments
+            super().call("vkWaitForFences", device, 1, self._array("VkFence", [fence]), 1, 1_000_000_000)
+        return LOST
+
+    def heal(self) -> None:
+        """From now on, the driver answers."""
+        self.answers.clear()
+        self.is_lost = False
 
     def fail_at(self, name: str, nth: int, code: int) -> None:
         """From now on, the n-th call of a function is answered with ``code``, and no other."""
         calls = iter(range(1, 1 << 30))
-        self.answers[name] = lambda: code if next(calls) == nth else None
+
+        def answer() -> int | None:
+            if next(calls) != nth:
+                return None
+            self.is_lost = code == LOST
+            return code
+
+        self.answers[name] = answer
 
     @property
     def left(self) -> dict[str, int]:

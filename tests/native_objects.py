@@ -24,6 +24,7 @@ __all__ = [
     "DESTROYS",
     "NATIVE",
     "NativeObject",
+    "can_fail",
     "counts",
     "creators",
     "destroyers",
@@ -170,6 +171,11 @@ def gives_handles(name: str) -> bool:
     """Whether the last argument of a function points to where handles or an address are, or will be."""
     last = _signature(name).args[-1].cname
     return bool(last.endswith("_T * *") or last == "void * *")
+
+
+def can_fail(name: str) -> bool:
+    """Whether a function gives a result code."""
+    return bool(_signature(name).result.cname == "enum VkResult")
 
 
 def _signature(name: str) -> Any:

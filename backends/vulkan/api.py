@@ -164,9 +164,10 @@ class Vulkan:
         self._functions[name] = function
         return function
 
-    def _must(self, name: str, *arguments: object, needed: int | None = None) -> int:
+    def _must(self, name: str, *arguments: object, needed: int | None = None, also: int = SUCCESS) -> int:
+        # Positive codes are no errors, but not what was asked for either, but for the one that the caller expects.
         code = self.call(name, *arguments)
-        if code < SUCCESS:
+        if code not in {SUCCESS, also}:
             raise from_result(name, code, needed=needed)
         return code
 
@@ -206,10 +207,10 @@ class Vulkan:
         # The items are copied into a list; structs among them refer to `out`, which cffi keeps alive through them.
         while True:
             count = self._ffi.new("uint32_t*")
-            self._must(name, *arguments, count, self._ffi.NULL)
+            self._must(name, *arguments, count, self._ffi.NULL, also=INCOMPLETE)
             out = self._ffi.new(f"{ctype}[]", count[0])
             # A device may come or go between the two calls.
-            if self._must(name, *arguments, count, out) != INCOMPLETE:
+            if self._must(name, *arguments, count, out, also=INCOMPLETE) == SUCCESS:
                 return [out[i] for i in range(count[0])] if count[0] else []
 
     # Instance
@@ -496,13 +497,14 @@ class Vulkan:
         self._must("vkResetFences", self._cast("VkDevice", device), 1, self._array("VkFence", [self._fence(fence)]))
 
     def fence_done(self, device: Device, fence: Fence) -> bool:
-        return self._must("vkGetFenceStatus", self._cast("VkDevice", device), self._fence(fence)) != NOT_READY
+        owner = self._cast("VkDevice", device)
+        return self._must("vkGetFenceStatus", owner, self._fence(fence), also=NOT_READY) == SUCCESS
 
     def wait_fence(self, device: Device, fence: Fence, nanoseconds: int) -> bool:
         """Whether the fence was reached within ``nanoseconds``."""
         fences = self._array("VkFence", [self._fence(fence)])
-        code = self._must("vkWaitForFences", self._cast("VkDevice", device), 1, fences, 1, nanoseconds)
-        return code != TIMEOUT
+        owner = self._cast("VkDevice", device)
+        return self._must("vkWaitForFences", owner, 1, fences, 1, nanoseconds, also=TIMEOUT) == SUCCESS
 
     def _fence(self, fence: Fence) -> Any:
         return self._cast("VkFence", fence)

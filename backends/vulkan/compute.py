@@ -98,6 +98,7 @@ class Compute:
         most = min(most, len(x), _BATCH * self._device.record.limits.max_compute_work_group_count[2])
         with self._lock:
             self._device.check()
+            self._kernels.wait()
             self._x = self._reserve(self._x, 4 * most * stride, self._host_buffer)
             self._y = self._reserve(self._y, 4 * most * rows, self._host_buffer)
             if _must_copy(self._x):

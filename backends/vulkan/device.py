@@ -170,6 +170,10 @@ class _Closable(Protocol):
     def close(self) -> None: ...
 
 
+class _Submission(_Closable, Protocol):
+    def settle(self) -> bool: ...
+
+
 class DeviceQueue:
     """A queue and the lock that a submission holds."""
 
@@ -198,9 +202,11 @@ class VulkanDevice:
         self.patience_seconds = _PATIENCE_SECONDS
         self._lost: str | None = None
         self._closed = False
-        self.submissions: set[_Closable] = set()
+        self.submissions: set[_Submission] = set()
         self.allocations: set[_Closable] = set()
         """What is open on this device: each adds itself, and goes when it is closed."""
+        self.unsettled: set[_Submission] = set()
+        """Submissions that somebody has waited for in vain: whatever memory they use is still in use."""
         self._deferred: list[tuple[Callable[[], bool], Callable[[], None]]] = []
         # A device that offers VK_KHR_portability_subset demands that it is enabled.
         wanted = ("VK_KHR_portability_subset", "VK_EXT_memory_budget", HOST_PAGES)
@@ -282,6 +288,10 @@ class VulkanDevice:
     def defer(self, ready: Callable[[], bool], free: Callable[[], None]) -> None:
         """Free later what the device may still be using: at :meth:`close`, if it is ``ready`` then."""
         self._deferred.append((ready, free))
+
+    def settle(self) -> bool:
+        """Wait for what was waited for in vain, unless the device is lost. Whether it uses no memory any more."""
+        return not [submission for submission in tuple(self.unsettled) if not submission.settle()]
 
     def close(self) -> None:
         """Destroy the device, and what was left open on it. A second call does nothing."""

@@ -99,6 +99,7 @@ class Gather:
                 )
                 with self._lock:
                     self._device.check()
+                    self._kernels.wait()
                     numbers = self._wanted.view[: wanted.nbytes]
                     np.copyto(numbers, wanted.reshape(-1).view(np.uint8))
                     self._wanted.flush(0, wanted.nbytes)

@@ -46,6 +46,7 @@ class Kernels:
             undo.callback(api.destroy_descriptor_pool, handle, pool)
             self._set = api.allocate_descriptor_set(handle, pool, set_layout)
             self._submission = Submission(device, device.compute)
+            self._last = 0
             self._undo = undo.pop_all()
 
     def run(
@@ -87,7 +88,12 @@ class Kernels:
             api.dispatch(commands, wide, -(-groups // wide), deep)
             api.barrier(commands, host=True)
 
-        self._submission.wait(self._submission.run(record))
+        self._last = self._submission.run(record)
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait for a run whose end was waited for in vain: it may still use its buffers. Raises as :meth:`run`."""
+        self._submission.wait(self._last)
 
     def _pipeline(self, shader: str, variant: int) -> Pipeline:
         key = shader, variant

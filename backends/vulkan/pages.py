@@ -82,7 +82,7 @@ class ImportedPages(Chunk):
             except (DeviceLostError, OutOfDeviceMemoryError, OutOfHostMemoryError):
                 raise
             except DeviceError as error:  # "not this handle", in many words
-                raise _refused(error.what) from None
+                raise _refused(error.cause) from None
             counter.add(self.nbytes)
             undo.callback(counter.remove, self.nbytes)
             self._undo = undo.pop_all()
@@ -108,9 +108,17 @@ class ImportedPages(Chunk):
         with self._lock:
             if self._pages is None:
                 return
-            self._pages = None
+            pages, self._pages = self._pages, None
         self._device.allocations.discard(self)
-        self._undo.close()
+
+        def free(_kept: Bytes = pages) -> None:
+            # The pages stay mapped until here: the device may read them.
+            self._undo.close()
+
+        if self._device.settle():
+            free()
+        else:
+            self._device.defer(self._device.settle, free)
 
 
 def _refused(what: str) -> UnsupportedByDeviceError:
@@ -134,7 +142,7 @@ def try_pages(device: VulkanDevice, plan: MemoryPlan) -> PageAccess:
         with closing(VulkanDevice(device.instance, device.physical, device.record)) as own:
             return _try_file(own, plan.staging)
     except DeviceError as error:
-        return PageAccess(reason=error.what.removeprefix(f"{BACKEND}: "))
+        return PageAccess(reason=error.cause)
     except OSError as error:
         return PageAccess(reason=f"no file to try it with ({error.strerror})")
 

@@ -81,7 +81,11 @@ class Submission:
 
     def _wait(self) -> None:
         if self._finished < self._started:
-            self.device.wait_fence(self._fence)
+            try:
+                self.device.wait_fence(self._fence)
+            except DeviceError:
+                self.device.unsettled.add(self)
+                raise
             self._finished = self._started
 
     def idle(self, number: int | None = None) -> bool:
@@ -98,6 +102,16 @@ class Submission:
                 self._finished = self._started
             return True
 
+    def settle(self) -> bool:
+        """Wait for the last batch, unless the device is lost. Whether the device has let go of it."""
+        # Whoever waits for the batch learns of an error; freeing goes on.
+        with suppress(DeviceError), self._lock:
+            self._wait()
+        idle = self.idle()
+        if idle:
+            self.device.unsettled.discard(self)
+        return idle
+
     def close(self, free: Callable[[], None] = lambda: None) -> None:
         """Wait for the last batch, then destroy, then call ``free``. A second call does nothing."""
         with self._lock:
@@ -105,18 +119,15 @@ class Submission:
                 return
             self._closed = True
             self.device.submissions.discard(self)
-            # Whoever waits for the batch learns of an error; freeing goes on.
-            with suppress(DeviceError):
-                self._wait()
 
         def release() -> None:
             self._undo.close()
             free()
 
-        if self.idle():
+        if self.settle():
             release()
         else:
-            self.device.defer(self.idle, release)
+            self.device.defer(self.settle, release)
 
 
 class VulkanTicket(Ticket):
@@ -158,7 +169,7 @@ class VulkanChunk(Chunk):
         self._last = ticket
 
     def _idle(self) -> bool:
-        return self._last is None or self._last.idle()
+        return (self._last is None or self._last.idle()) and self.allocation.device.settle()
 
     def close(self) -> None:
         if self.allocation.closed:
