@@ -25,7 +25,7 @@ from ggufstream.backends.products import linear_by_decoding, multiply_in_order
 from ggufstream.decode import DECODABLE
 from ggufstream.ggml_types import GGMLType
 from ggufstream.layouts import Bytes, Layout, Raw
-from ggufstream.pages import available_memory
+from ggufstream.memory_limits import available_memory
 
 __all__ = ["CpuScalarBackend"]
 

@@ -37,8 +37,9 @@ from ggufstream.file_bytes import close_file
 from ggufstream.gguf_file import FileIndex, read_index
 from ggufstream.load_plan import ArenaPlan, LoadPlan
 from ggufstream.manifest import Manifest, read_manifest
+from ggufstream.memory_limits import available_memory
 from ggufstream.options import LoadOptions, Placement
-from ggufstream.pages import Residency, available_memory, cached_bytes, rss_bytes
+from ggufstream.pages import Residency, cached_bytes, rss_bytes
 from ggufstream.plan import check_tables, make_plan
 from ggufstream.read import MappedSource, Source, choose_io, on_network, open_source
 from ggufstream.release import Releaser

@@ -24,7 +24,8 @@ from ggufstream.errors import (
     OutOfDeviceMemoryError,
 )
 from ggufstream.events import EventSink, LoadStarted, LoadWaiting
-from ggufstream.options import LoadChanges, LoadOptions
+from ggufstream.memory_limits import available_memory
+from ggufstream.options import STAGING_BYTES, LoadChanges, LoadOptions, default_staging
 from ggufstream.threads import in_thread, uninterrupted
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ class Loader:
         self._options = options if options is not None else LoadOptions.from_environment()
         if staging_bytes is not None:
             self._options = self._options.replace(staging_bytes=staging_bytes)
+        self._is_default_staging = staging_bytes is None and self._options.staging_bytes == STAGING_BYTES
         self._budget = ByteBudget(self._options.staging_bytes)
         self._slots = _Slots(max_jobs)
         self._numbers = itertools.count()
@@ -130,6 +132,8 @@ class Loader:
         from ggufstream.reservations import Reservations
         from ggufstream.sinks import StructlogSink
 
+        if self._is_default_staging:
+            self._budget = ByteBudget(default_staging(await in_thread(available_memory)))
         self._reservations = Reservations()
         self._log = StructlogSink()
         self._tasks = await anyio.create_task_group().__aenter__()

@@ -21,6 +21,7 @@ from ggufstream.errors import OptionError
 
 __all__ = [
     "ENVIRONMENT",
+    "STAGING_BYTES",
     "IOMode",
     "Intent",
     "LazyMode",
@@ -30,6 +31,7 @@ __all__ = [
     "Placement",
     "RowStrategy",
     "UploadMode",
+    "default_staging",
     "parse_bytes",
     "parse_switch",
 ]
@@ -41,6 +43,15 @@ RowStrategy = Literal["auto", "mapped", "pread", "direct", "device-read"]
 UploadMode = Literal["auto", "direct", "staged", "alias"]
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+STAGING_BYTES = 256 << 20
+_LEAST_STAGING = 16 << 20
+
+
+def default_staging(available: int | None) -> int:
+    """The default of ``staging_bytes`` where so much host memory is free: 256 MiB, but no more than a quarter of it."""
+    return STAGING_BYTES if available is None else max(_LEAST_STAGING, min(STAGING_BYTES, available // 4))
 
 
 class Intent(enum.Flag):
@@ -139,7 +150,8 @@ class LoadOptions:
         row_strategy: How rows of a table come out of the file; ``auto``: what is fastest in a short measurement.
             ``device-read`` maps the table, and rows for a device that reads mapped pages are decoded there.
         row_cache_bytes: Bound of the host memory that keeps rows of tables that stay in the file; 0 keeps none.
-        staging_bytes: Bound of the host memory that is in use for moving bytes.
+        staging_bytes: Bound of the host memory that is in use for moving bytes. The default becomes less where less
+            than four times as much memory is free, for this process and its control groups, as a loader is entered.
         range_bytes: Target size of one piece of work.
         workers: Worker threads; ``None``: by processors.
         chunk_bytes: Size of one device allocation; ``None``: what the backend prefers.
@@ -164,7 +176,7 @@ class LoadOptions:
     page_cache: PageCacheMode = "auto"
     row_strategy: RowStrategy = "auto"
     row_cache_bytes: int = 64 << 20
-    staging_bytes: int = 256 << 20
+    staging_bytes: int = STAGING_BYTES
     range_bytes: int = 8 << 20
     workers: int | None = None
     chunk_bytes: int | None = None

@@ -25,7 +25,6 @@ __all__ = [
     "CacheLook",
     "Residency",
     "advise",
-    "available_memory",
     "cached_bytes",
     "evict",
     "filesystem_type",
@@ -182,27 +181,6 @@ def rss_bytes() -> int:
     """Resident memory of this process."""
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * PAGE
-
-
-def available_memory() -> int | None:
-    """Bytes that this process can still have: what the system calls available, and what its cgroup leaves.
-
-    Page cache counts as available in both: it goes when memory is needed. ``None`` where the system does not say.
-    """
-    try:
-        meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
-        available = int(meminfo.split("MemAvailable:")[1].split()[0]) * 1024
-    except (OSError, ValueError, IndexError):
-        return None
-    try:
-        group = Path("/proc/self/cgroup").read_text(encoding="utf-8").strip().rpartition("::")[2]
-        folder = Path("/sys/fs/cgroup") / group.lstrip("/")
-        limit = int((folder / "memory.max").read_text(encoding="ascii"))
-        used = int((folder / "memory.current").read_text(encoding="ascii"))
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
-    except (OSError, ValueError):  # no cgroup of version 2, or one without a limit
-        return available
-    return max(0, min(available, limit - used + int(stat.get("file", 0))))
 
 
 def filesystem_type(device: int) -> str:

@@ -17,7 +17,6 @@ from ggufstream.errors import FileError, TruncatedFileError
 from ggufstream.events import Event
 from ggufstream.gguf_file import read_index
 from ggufstream.options import Intent, Placement
-from ggufstream.pages import available_memory
 from tests import gguf_builder as gb
 from tests.cases import BAD, CASES, FOLDER, check_refusal, command
 from tests.small_models import write_model
@@ -134,32 +133,6 @@ async def test_a_load_uses_neither_processes_nor_shared_memory(tmp_path: Path) -
         pass
     assert len(seen) > 10
     assert all(found == before for found in seen)
-
-
-GROUP = "/sys/fs/cgroup/box/"
-
-
-@pytest.mark.parametrize(
-    ("limit", "used", "cached", "available"),
-    [
-        ("1000000", "900000", "600000", 700_000),  # cached pages go when memory is needed
-        ("max", "900000", "0", 8_192_000),
-        ("99000000", "0", "0", 8_192_000),
-        ("1000", "5000", "0", 0),
-    ],
-)
-def test_available_memory_is_what_the_container_leaves(
-    monkeypatch: pytest.MonkeyPatch, limit: str, used: str, cached: str, available: int
-) -> None:
-    files = {
-        "/proc/meminfo": "MemTotal: 16000 kB\nMemAvailable:    8000 kB\n",
-        "/proc/self/cgroup": "0::/box\n",
-        f"{GROUP}memory.max": f"{limit}\n",
-        f"{GROUP}memory.current": f"{used}\n",
-        f"{GROUP}memory.stat": f"anon 7\nfile {cached}\n",
-    }
-    monkeypatch.setattr(Path, "read_text", lambda path, encoding: files[str(path)])
-    assert available_memory() == available
 
 
 @pytest.mark.asyncio

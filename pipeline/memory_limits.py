@@ -1,0 +1,128 @@
+"""How much memory this process can still have: of the host, of its control groups, and by its resource limits. Linux.
+
+The files are those of the kernel's ``Documentation/admin-guide/cgroup-v2.rst`` and ``cgroup-v1/memory.rst``. A group is
+bound by the groups above it, too, as far as they can be seen from here.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import resource
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+__all__ = ["available_memory"]
+
+
+class _Version(NamedTuple):
+    """Names of one version's files and of its counters."""
+
+    limits: Sequence[str]
+    used: str
+    stat: str
+    """Before the names of counters: those that include the groups below."""
+    dirty: Sequence[str]
+    ancestors: str
+    """Counter of the limit that comes from the groups above."""
+
+
+_V1 = _Version(
+    ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_", ("dirty", "writeback"), "hierarchical_memory_limit"
+)
+_V2 = _Version(("memory.max", "memory.high"), "memory.current", "", ("file_dirty", "file_writeback"), "")
+
+
+def available_memory(root: Path = Path("/")) -> int | None:
+    """Bytes that this process can still have: the least that the host, any of its groups and its own limits leave.
+
+    Page cache counts as available where the system can take it back at once: file pages that are neither to be written
+    nor locked, nor shared memory. ``None`` where the system does not say. Blocks for a moment.
+
+    Args:
+        root: Where ``/proc`` and ``/sys`` are.
+    """
+    try:
+        host = _counters(root / "proc/meminfo")["MemAvailable:"] * 1024
+    except (OSError, ValueError, KeyError):
+        return None
+    return max(0, min([host, *_left_by_groups(root), *_left_by_limits()]))
+
+
+def _counters(path: Path) -> dict[str, int]:
+    lines = (line.split() for line in path.read_text(encoding="ascii").splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
+
+
+def _left_by_groups(root: Path) -> Iterator[int]:
+    for version, folder, top in _groups(root):
+        while True:
+            with suppress(
+                OSError, ValueError
+            ):  # the topmost group has no limits, and some files come with later kernels
+                yield from _left_by_group(version, folder)
+            if folder == top:
+                break
+            folder = folder.parent
+
+
+def _left_by_group(version: _Version, folder: Path) -> Iterator[int]:
+    stat = _counters(folder / "memory.stat")
+    limits = [stat[version.ancestors]] if version.ancestors in stat else []
+    for name in version.limits:
+        with suppress(OSError, ValueError):  # "max": none
+            limits.append(int((folder / name).read_text(encoding="ascii")))
+    if limits:
+        used = int((folder / version.used).read_text(encoding="ascii"))
+        yield min(limits) - used + _reclaimable(version, stat)
+
+
+def _reclaimable(version: _Version, stat: Mapping[str, int]) -> int:
+    """The lists of file pages have neither shared memory nor locked pages on them."""
+    files = sum(stat.get(f"{version.stat}{name}", 0) for name in ("active_file", "inactive_file"))
+    return max(0, files - sum(stat.get(f"{version.stat}{name}", 0) for name in version.dirty))
+
+
+def _groups(root: Path) -> Iterator[tuple[_Version, Path, Path]]:
+    """For each hierarchy that may count memory: the group of this process, and the topmost one that is mounted."""
+    own: dict[_Version, str] = {}
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            number, controllers, path = line.split(":", 2)
+            if "memory" in controllers.split(","):
+                own[_V1] = path
+            elif number == "0" and not controllers:
+                own[_V2] = path
+    with suppress(OSError):
+        for line in (root / "proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            fields, _, kind = line.partition(" - ")
+            mounted, point = map(_unescaped, fields.split()[3:5])
+            type_, _, options = kind.split(" ", 2)
+            version = _V2 if type_ == "cgroup2" else _V1
+            if version not in own or (type_ != "cgroup2" and (type_ != "cgroup" or not _counts_memory(options))):
+                continue
+            top = root / point.lstrip("/")
+            # A container may see its own group as the topmost one, while its path is still that of the host.
+            inside = PurePosixPath(own[version])
+            below = inside.relative_to(mounted) if inside.is_relative_to(mounted) else PurePosixPath()
+            yield version, top if ".." in below.parts else top / below, top
+
+
+def _counts_memory(options: str) -> bool:
+    return "memory" in options.rsplit(" ", maxsplit=1)[-1].split(",")
+
+
+def _unescaped(text: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+def _left_by_limits() -> Iterator[int]:
+    """What ``ulimit -v`` and ``ulimit -d`` leave of addresses and of data."""
+    with suppress(OSError):
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()
+        for limit, used in ((resource.RLIMIT_AS, pages[0]), (resource.RLIMIT_DATA, pages[5])):
+            most, _ = resource.getrlimit(limit)
+            if most != resource.RLIM_INFINITY:
+                yield most - int(used) * mmap.PAGESIZE
