@@ -27,7 +27,20 @@ __all__ = ["main"]
 
 _NAME = "ggufstream"
 _EXTRA_MODULES = ("click", "rich")
-_FACTS = ("file", "tensor", "offset", "needed", "available", "backend", "name", "errno", "remedy")
+_FACTS = (
+    "file",
+    "tensor",
+    "offset",
+    "needed",
+    "available",
+    "backend",
+    "name",
+    "errno",
+    "algorithm",
+    "expected",
+    "found",
+    "remedy",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

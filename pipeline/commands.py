@@ -50,7 +50,7 @@ _EXIT_CODES = {
     0: 'done; of `plan` also if the model does not fit (--json: "fits")',
     1: "a bug in ggufstream, or the output could not be written",
     2: "usage: an option, its value, or a missing package",
-    3: "the file is bad or cannot be read",
+    3: "the file is bad, cannot be read, or differs from its digest",
     4: "device or memory",
     5: "`verify` found a difference",
     130: "SIGINT (SIGTERM: 143), after everything in flight was freed",

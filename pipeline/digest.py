@@ -29,9 +29,11 @@ from ggufstream.errors import (
     OptionError,
     PlanViolationError,
     UnreadableFileError,
+    printable,
 )
 from ggufstream.file_bytes import close_file, read_exactly
 from ggufstream.gguf_file import FileIndex, Shard, read_index
+from ggufstream.gguf_layout import quoted
 from ggufstream.layouts import Bytes
 from ggufstream.load_plan import LoadPlan
 from ggufstream.manifest import Manifest
@@ -289,23 +291,17 @@ class Checks:
 
 
 def _mismatch(stretch: _Stretch, found: str, *, file: str, manifest: Manifest | None) -> DigestMismatchError:
-    if stretch.tensor is None:
-        said, remedy = "was expected", "Download it again"
-        what = f"the file has the sha256 {found}, but {stretch.expected} {said}"
-    else:
-        assert manifest is not None
-        what = (
-            f"tensor {stretch.tensor} has the {stretch.algorithm} {found}, but {manifest.path} says {stretch.expected}"
-        )
-        remedy = f"Download the file again; `ggufstream digest {file} | diff {manifest.path} -` shows all tensors that differ"
+    what = "the file" if stretch.tensor is None else f"tensor {quoted(stretch.tensor)}"
+    source = "was given" if manifest is None or stretch.tensor is None else f"is in {printable(manifest.path)}"
+    more = "" if stretch.tensor is None else "; `ggufstream digest` gives the digests of all its tensors"
     return DigestMismatchError(
-        what,
+        f"{what} has the {stretch.algorithm} {found}, but {stretch.expected} {source}",
         file=file,
         tensor=stretch.tensor,
         algorithm=stretch.algorithm,
         expected=stretch.expected,
         found=found,
-        remedy=remedy,
+        remedy=f"Download the file again{more}",
     )
 
 

@@ -88,10 +88,10 @@ class _Line:
     digest: str
     what: str
 
-    def tensor(self, file: str) -> str | None:
-        """Name of the tensor, where this line is about one of ``file``, a path or the end of one."""
-        _, found, name = f"/{self.what}".partition(f"/{file}:")
-        return name if found else None
+    def tensor(self, file: str, *, in_any_folder: bool) -> str | None:
+        """Name of the tensor, where this line is about one of ``file``."""
+        head, found, name = f"/{self.what}".partition(f"/{file}:")
+        return name if found and (in_any_folder or not head) else None
 
 
 def parse_manifest(data: bytes, path: str, index: FileIndex) -> Manifest:
@@ -151,10 +151,10 @@ def _lines(data: bytes, path: str) -> Iterator[_Line]:
 
 def _of_file(lines: list[_Line], file: str, path: str) -> dict[str, str]:
     """The digests of one file's tensors: by its path as given, else by its name in any folder."""
-    for name in (file, os.path.basename(file)):
+    for name, in_any_folder in ((file, False), (os.path.basename(file), True)):
         found: dict[str, str] = {}
         for line in lines:
-            tensor = line.tensor(name)
+            tensor = line.tensor(name, in_any_folder=in_any_folder)
             if tensor is not None and found.setdefault(tensor, line.digest) != line.digest:
                 raise ManifestError(
                     f"line {line.number}: another digest of tensor {quoted(tensor)} than before",

@@ -92,11 +92,11 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_help_names_every_verb(call: Callable[..., tuple[int, str, str]]) -> None:
     code, out, err = call("--help")
     assert (code, err) == (0, "")
-    for verb in ("inspect", "plan", "load", "verify", "report", "rows", "devices"):
+    for verb in ("inspect", "plan", "load", "verify", "digest", "report", "rows", "devices"):
         assert f"\n  {verb} " in out
 
 
-@pytest.mark.parametrize("verb", ["inspect", "plan", "load", "verify", "report", "rows", "devices"])
+@pytest.mark.parametrize("verb", ["inspect", "plan", "load", "verify", "digest", "report", "rows", "devices"])
 def test_every_verb_explains_itself(call: Callable[..., tuple[int, str, str]], verb: str) -> None:
     code, out, _ = call(verb, "--help")
     assert code == 0

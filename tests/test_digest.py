@@ -1,0 +1,789 @@
+"""Digests: manifests as llama.cpp's gguf-hash writes them, one wrong byte anywhere, and no thread that waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ggufstream
+from ggufstream import cli, digest, file_bytes, read
+from ggufstream.backends.registry import open_backend
+from ggufstream.digest import Checks, tensor_digests
+from ggufstream.errors import (
+    DigestMismatchError,
+    FileChangedError,
+    ManifestError,
+    MissingFileError,
+    MissingPackageError,
+    OptionError,
+    UnreadableFileError,
+    UnsupportedFileError,
+)
+from ggufstream.gguf_file import FileIndex, read_index
+from ggufstream.layouts import Bytes
+from ggufstream.load_plan import LoadPlan
+from ggufstream.manifest import Manifest, format_manifest, parse_manifest
+from ggufstream.options import LoadOptions
+from ggufstream.pages import PAGE, Residency
+from ggufstream.ranges import Range
+from tests.plans import Device, Spec, chill, disk_folder, index_of, plan_of, warm, write_file
+from tests.small_models import write_model
+from tests.watching import Gate, nothing_is_left
+
+RANGE = 16 << 10
+TABLE = "per_layer_token_embd.weight"
+LARGE = "blk.1.ffn_up.weight"
+"""Several ranges long."""
+BACKENDS = ("cpu", "simulated:discrete-24g", "simulated:igpu-unified", "vulkan")
+SPLIT = Path(__file__).parent / "data" / "cases" / "ok_split_two"
+
+TEXT = """\
+xxh64     f66e9cd66a4396a0  test.gguf:tensor_0
+sha1      59f79ecefd8125a996fdf419239051a7e99e5f20  test.gguf:tensor_0
+sha256    c0510d38fa060c46265e0160a85c7243096b01dd31c2f355bdbb5516b20de1bd  test.gguf:tensor_0
+xxh64     7d3a1f9ac04d0537  test.gguf:tensor_1
+sha1      4765f592eacf096df4628ba59476af94d767080a  test.gguf:tensor_1
+sha256    8514cbcc73692a2c56bd7a33a022edd5ff819614bd23b19915d7224387f397a7  test.gguf:tensor_1
+xxh64     ab6bb2e6a4d5ea9e  test.gguf
+"""
+"""As gguf-hash writes it, with all of its algorithms and a line for the whole model."""
+
+
+def small_index(path: str = "test.gguf") -> FileIndex:
+    return index_of([Spec("tensor_0"), Spec("tensor_1")], path=path)
+
+
+def parsed(text: str, index: FileIndex | None = None) -> Manifest:
+    return parse_manifest(text.encode("utf-8", "surrogateescape"), "manifest", index or small_index())
+
+
+# Manifests
+
+
+def test_what_gguf_hash_writes_is_read() -> None:
+    found = parsed(TEXT)
+    assert (found.path, found.algorithm) == ("manifest", "xxh64")
+    assert found.digests == {"tensor_0": "f66e9cd66a4396a0", "tensor_1": "7d3a1f9ac04d0537"}
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha1", "xxh64"])
+def test_each_algorithm_alone_is_read(algorithm: str) -> None:
+    text = "".join(line for line in TEXT.splitlines(keepends=True) if line.startswith(algorithm))
+    found = parsed(text)
+    assert found.algorithm == algorithm
+    assert len(found.digests["tensor_0"]) == len(digest.new_hash(algorithm).hexdigest())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        TEXT.replace("\n", "\r\n"),
+        TEXT.upper().replace("XXH64", "xxh64").replace("TEST.GGUF:TENSOR", "test.gguf:tensor"),
+        TEXT.replace("test.gguf", "some/folder/test.gguf"),
+        TEXT.replace("test.gguf", "other.gguf") + TEXT,
+        TEXT + TEXT,
+        "manifest of a model\n\n"
+        + TEXT
+        + "uuid      5dd9e8a2-1c24-5a3e-8a0c-3c9a7e3b6c2e  test.gguf\nxxh7 00  test.gguf:tensor_0\n",
+        TEXT + TEXT.replace("test.gguf", "backup/test.gguf").replace("f66e9cd66a4396a0", "0" * 16),
+    ],
+    ids=["line ends", "upper case", "folder", "several files", "twice", "other lines", "exact path first"],
+)
+def test_what_does_not_matter_in_a_manifest(text: str) -> None:
+    assert parsed(text).digests == parsed(TEXT).digests
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no line of it is a digest"),
+        ("GGUF\0\0\0", "no line of it is a digest"),
+        ("md5  00  test.gguf:tensor_0\n", "known kind .*xxh64"),
+        (TEXT.replace("f66e9cd66a4396a0", "f66e9cd66a4396a"), "line 1: .* is no xxh64 digest, which has 16 digits"),
+        (TEXT.replace("test.gguf", "a.gguf"), "says nothing about tensors of 'test.gguf', but about 'a.gguf'"),
+        (TEXT.replace("test.gguf", "mytest.gguf"), "says nothing about"),
+        ("xxh64     ab6bb2e6a4d5ea9e  test.gguf\n", "says nothing about"),
+        (TEXT.replace("tensor_1", "tensor_0"), "line 4: another digest of tensor 'tensor_0'"),
+        (TEXT.replace("tensor_1", "tensor_2"), "1 tensor is missing in the manifest: 'tensor_1'"),
+        (TEXT.replace("test.gguf:tensor_0", "test.gguf:a") + TEXT, "1 tensor is missing in test.gguf: 'a'"),
+    ],
+)
+def test_what_is_no_manifest_of_the_file(text: str, message: str) -> None:
+    with pytest.raises(ManifestError, match=message) as caught:
+        parsed(text)
+    assert caught.value.file == "manifest"
+    assert caught.value.exit_code == 3
+    assert caught.value.remedy
+
+
+def test_missing_tensors_are_named() -> None:
+    with pytest.raises(ManifestError) as caught:
+        parsed(
+            TEXT, index_of([Spec("tensor_0"), Spec("tensor_1"), *(Spec(f"w.{i}") for i in range(9))], path="test.gguf")
+        )
+    assert "9 tensors are missing in the manifest: 'w.0', 'w.1', 'w.2' and 6 more" in str(caught.value)
+    assert caught.value.tensor == "w.0"
+
+
+def test_shards_have_their_own_lines() -> None:
+    index = index_of([Spec("a", shard=0), Spec("b", shard=1)], path="m")
+    lines = "xxh64  0000000000000001  m:a\nxxh64  0000000000000002  m.1:b\n"
+    assert parsed(lines, index).digests == {"a": "0" * 15 + "1", "b": "0" * 15 + "2"}
+    with pytest.raises(ManifestError, match=r"is not of m: 1 tensor is missing in m: 'b'"):
+        parsed(lines.replace("m.1:", "m:"), index)
+    with pytest.raises(ManifestError, match=r"says nothing about tensors of 'm.1'"):
+        parsed(lines.splitlines()[0], index)
+
+
+names = st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), min_size=1, max_size=12)
+
+
+@pytest.mark.slow
+@settings(max_examples=100)
+@given(tensors=st.lists(names, min_size=1, max_size=5, unique=True), path=names)
+def test_a_manifest_that_is_written_is_read(tensors: list[str], path: str) -> None:
+    index = index_of([Spec(name) for name in tensors], path=path.replace("\0", " "))
+    digests = {name: {"xxh64": f"{i:016x}", "xxh3": f"{i + 100:016x}"} for i, name in enumerate(tensors)}
+    found = parsed(format_manifest(index, digests), index)
+    assert found.algorithm == "xxh3"
+    assert found.digests == {name: each["xxh3"] for name, each in digests.items()}
+
+
+def test_paths_of_any_bytes() -> None:
+    index = small_index(os.fsdecode(b"m\xff.gguf"))
+    digests = {name: {"xxh64": "0" * 16} for name in ("tensor_0", "tensor_1")}
+    assert parsed(format_manifest(index, digests), index).digests["tensor_0"] == "0" * 16
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\rb"])
+def test_a_line_break_fits_in_no_manifest(name: str) -> None:
+    with pytest.raises(UnsupportedFileError, match="line break"):
+        format_manifest(index_of([Spec(name)]), {name: {"xxh64": "0" * 16}})
+
+
+FRAGMENTS = (
+    b"xxh64",
+    b"sha1",
+    b"  ",
+    b" ",
+    b"0" * 16,
+    b"f" * 40,
+    b"test.gguf",
+    b":",
+    b"tensor_0",
+    b"\n",
+    b"\r",
+    b"\xff",
+    b"\0",
+)
+
+
+@pytest.mark.slow
+@settings(max_examples=200)
+@given(data=st.binary(max_size=80) | st.lists(st.sampled_from(FRAGMENTS), max_size=24).map(b"".join))
+def test_any_bytes_are_a_manifest_or_an_error(data: bytes) -> None:
+    with suppress(ManifestError):
+        assert set(parse_manifest(data, "manifest", small_index()).digests) == {"tensor_0", "tensor_1"}
+
+
+# Options
+
+
+def test_sha256_as_pages_write_it() -> None:
+    text = "AB" * 32
+    for given_text in (text, text.lower(), f"sha256:{text}", [f" {text}\n"], (text,)):
+        assert LoadOptions(sha256=given_text).sha256 == ("ab" * 32,)
+    assert LoadOptions().sha256 == ()
+
+
+@pytest.mark.parametrize("value", ["", "ab", "g" * 64, "a" * 63, "a" * 65, 5, None, b"a" * 64, ["a" * 64, ""], [None]])
+def test_what_is_no_sha256(value: Any) -> None:
+    with pytest.raises(OptionError, match="sha256") as caught:
+        LoadOptions(sha256=value)
+    assert "64 hexadecimal digits" in caught.value.remedy
+
+
+@pytest.mark.parametrize("value", ["", 5, b"m", [], Path()])
+def test_what_is_no_path_of_a_manifest(value: Any) -> None:
+    if value == Path():
+        assert LoadOptions(digest=value).digest == "."
+        return
+    with pytest.raises(OptionError, match="digest"):
+        LoadOptions(digest=value)
+
+
+# Hashing by several threads, without a file
+
+
+class FakeSource:
+    """A shard whose bytes nobody reads here."""
+
+    def __init__(self, index: FileIndex) -> None:
+        self.shard = index.shards[0]
+
+    def check_unchanged(self) -> None:
+        return
+
+
+def made_up(specs: list[Spec], data: Bytes, index: FileIndex) -> Manifest:
+    digests = {t.name: xxhash.xxh3_64_hexdigest(data[t.offset : t.offset + t.nbytes].data) for t in index.tensors}
+    return Manifest(path="manifest", algorithm="xxh3", digests=digests)
+
+
+def checks_of(load_plan: LoadPlan, index: FileIndex, manifest: Manifest) -> Checks:
+    sources: Any = [FakeSource(index)]
+    return Checks(plan=load_plan, sources=sources, manifest=manifest, sha256=(), passed=lambda *_: None)
+
+
+def hash_in_threads(load_plan: LoadPlan, checks: Checks, data: Bytes, threads: int) -> list[DigestMismatchError]:
+    """As a stream whose workers are never in order: of as many ranges as there are threads the last goes first."""
+    errors: list[DigestMismatchError] = []
+
+    def work(part: Range) -> None:
+        start = part.offset
+        try:
+            checks.update(part, [data[start + p.offset : start + p.offset + p.nbytes] for p in part.pieces])
+        except DigestMismatchError as error:
+            errors.append(error)
+            checks.stop()
+
+    for first in range(0, len(load_plan.ranges), threads):
+        workers: list[threading.Thread] = []
+        for part in reversed(load_plan.ranges[first : first + threads]):
+            workers.append(threading.Thread(target=work, args=(part,)))
+            workers[-1].start()
+            while sum(worker.is_alive() for worker in workers) > len(checks._changed._waiters):  # type: ignore[attr-defined]
+                os.sched_yield()
+        for worker in workers:
+            worker.join(20)
+            assert not worker.is_alive()
+    return errors
+
+
+specs = st.lists(
+    st.tuples(st.sampled_from(["F32", "F16", "Q8_0", "Q4_K", "Q6_K"]), st.integers(1, 200), st.integers(0, 200)),
+    min_size=1,
+    max_size=6,
+).map(lambda made: [Spec(f"blk.{i}.w.weight", name, (256, rows), gap=gap) for i, (name, rows, gap) in enumerate(made)])
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(
+    specs=specs,
+    range_bytes=st.integers(4096, 64 << 10),
+    threads=st.integers(1, 6),
+    slice_bytes=st.integers(8, 64).map(lambda n: n << 10),
+    data=st.data(),
+)
+def test_any_ranges_by_any_threads(
+    specs: list[Spec], range_bytes: int, threads: int, slice_bytes: int, data: st.DataObject, tmp_path_factory: Any
+) -> None:
+    index, content = write_file(index_of(specs), tmp_path_factory.getbasetemp() / "m.gguf")
+    device = Device("tiny", max_slice_bytes=slice_bytes)
+    load_plan = plan_of(index, device, range_bytes=range_bytes)
+    manifest = made_up(specs, content, index)
+    checks = checks_of(load_plan, index, manifest)
+    assert hash_in_threads(load_plan, checks, content, threads) == []
+    report = checks.finish()
+    assert report is not None
+    assert (report.checked, report.algorithm, report.unchecked) == (len(specs), "xxh3", ())
+
+    tensor = data.draw(st.sampled_from(index.tensors))
+    content[tensor.offset + data.draw(st.integers(0, tensor.nbytes - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    errors = hash_in_threads(load_plan, checks_of(load_plan, index, manifest), content, threads)
+    assert {error.tensor for error in errors} == {tensor.name}
+
+
+# Loads
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, FileIndex]:
+    """A model, its manifest, and its index."""
+    folder = tmp_path_factory.mktemp("digest")
+    path = write_model(folder / "mixed.gguf")
+    index, digests = asyncio.run(tensor_digests(path))
+    manifest = folder / "mixed.manifest"
+    manifest.write_text(format_manifest(index, digests))
+    return path, manifest, index
+
+
+@pytest.fixture
+def copy(model: tuple[Path, Path, FileIndex], tmp_path: Path) -> Path:
+    """The model once more, to be damaged."""
+    path = tmp_path / model[0].name
+    path.write_bytes(model[0].read_bytes())
+    return path
+
+
+def sha256_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def opened(name: str) -> Any:
+    return open_backend(name, device="llvmpipe" if name == "vulkan" else None)
+
+
+def test_digests_are_those_of_the_bytes(model: tuple[Path, Path, FileIndex]) -> None:
+    path, manifest, index = model
+    data = path.read_bytes()
+    lines = [line.split() for line in manifest.read_text().splitlines()]
+    for tensor, (slow, fast) in zip(index.tensors, zip(lines[::2], lines[1::2], strict=True), strict=True):
+        content = data[tensor.offset : tensor.offset + tensor.nbytes]
+        assert slow == ["xxh64", xxhash.xxh64_hexdigest(content), f"{path}:{tensor.name}"]
+        assert fast == ["xxh3", xxhash.xxh3_64_hexdigest(content), f"{path}:{tensor.name}"]
+
+
+@pytest.mark.parametrize("io", ["mmap", "pread", "direct"])
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.asyncio
+async def test_a_whole_file_passes(model: tuple[Path, Path, FileIndex], name: str, io: Any) -> None:
+    path, manifest, index = model
+    sha256 = sha256_of(path)
+    with opened(name) as backend:
+        async with await ggufstream.load(
+            path, backend=backend, io=io, range_bytes=RANGE, digest=manifest, sha256=sha256
+        ) as loaded:
+            found = loaded.report.digest
+            assert found is not None
+            assert (found.manifest, found.algorithm) == (str(manifest), "xxh3")
+            assert (found.checked, found.unchecked, found.sha256) == (index.n_tensors, (), (sha256,))
+            for tensor in ("blk.0.attn_k.weight", LARGE):
+                info = index.tensor(tensor)
+                with path.open("rb") as file:
+                    file.seek(info.offset)
+                    assert await loaded[tensor].read() == file.read(info.nbytes)
+
+
+def places(path: Path, index: FileIndex) -> list[tuple[str, int]]:
+    """A byte of each kind: of small and large tensors the first and the last, and those at borders of ranges."""
+    load_plan = plan_of(index, range_bytes=RANGE)
+    found = []
+    for name in ("blk.0.attn_norm.weight", LARGE):
+        tensor = index.tensor(name)
+        found += [(name, tensor.offset), (name, tensor.offset + tensor.nbytes - 1)]
+    inside = [part for part in load_plan.ranges if load_plan.entries[part.pieces[0].entry].tensor.name == LARGE]
+    assert len(inside) > 1
+    border = inside[1].offset
+    return [*found, (LARGE, border - 1), (LARGE, border)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("io", ["mmap", "pread", "direct"])
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.asyncio
+async def test_a_wrong_byte_is_found(model: tuple[Path, Path, FileIndex], copy: Path, name: str, io: Any) -> None:
+    _, manifest, index = model
+    with opened(name) as backend:
+        for tensor, offset in places(copy, index):
+            flip(copy, offset)
+            with nothing_is_left(copy, backend), pytest.raises(DigestMismatchError) as caught:
+                await ggufstream.load(copy, backend=backend, io=io, range_bytes=RANGE, digest=manifest)
+            flip(copy, offset)
+            error = caught.value
+            info = index.tensor(tensor)
+            with copy.open("rb") as file:
+                file.seek(info.offset)
+                assert error.expected == xxhash.xxh3_64_hexdigest(file.read(info.nbytes))
+            assert (error.file, error.tensor, error.algorithm, error.exit_code) == (str(copy), tensor, "xxh3", 3)
+            assert error.found != error.expected
+            for part in (tensor, error.found, error.expected, str(manifest)):
+                assert part in str(error)
+
+
+@pytest.mark.parametrize("name", ["cpu", "simulated:discrete-24g"])
+@pytest.mark.asyncio
+async def test_tables_that_stay_in_the_file_are_checked(
+    model: tuple[Path, Path, FileIndex], copy: Path, name: str
+) -> None:
+    _, manifest, index = model
+    with opened(name) as backend:
+        async with await ggufstream.load(copy, backend=backend, lazy="all", digest=manifest) as loaded:
+            assert loaded.report.placements["ROWS"].tensors
+            assert loaded.report.digest is not None
+            assert loaded.report.digest.checked == index.n_tensors
+        flip(copy, index.tensor(TABLE).offset + 1000)
+        with nothing_is_left(copy, backend), pytest.raises(DigestMismatchError) as caught:
+            await ggufstream.load(copy, backend=backend, lazy="all", digest=manifest)
+    assert caught.value.tensor == TABLE
+
+
+@pytest.mark.asyncio
+async def test_what_is_not_selected_is_reported(model: tuple[Path, Path, FileIndex], copy: Path) -> None:
+    _, manifest, index = model
+    flip(copy, index.tensor(TABLE).offset)
+    async with await ggufstream.load(copy, backend="cpu", select=r"^blk\.", digest=manifest) as loaded:
+        found = loaded.report.to_dict()["digest"]
+    assert TABLE in found["unchecked"]
+    assert found["checked"] + len(found["unchecked"]) == index.n_tensors
+
+
+@pytest.mark.asyncio
+async def test_nothing_is_reported_where_nothing_was_asked(model: tuple[Path, Path, FileIndex]) -> None:
+    async with await ggufstream.load(model[0], backend="cpu") as loaded:
+        assert loaded.report.digest is None
+
+
+@pytest.mark.asyncio
+async def test_a_wrong_file_is_found_by_its_sha256(model: tuple[Path, Path, FileIndex], copy: Path) -> None:
+    _, _, index = model
+    sha256 = sha256_of(copy)
+    ends = (tensor.offset + tensor.nbytes for tensor in index.tensors)
+    padding = next(end for end in ends if end % index.alignment)
+    with opened("cpu") as backend:
+        for offset in (padding, size_of(copy) - 1):
+            flip(copy, offset)
+            with nothing_is_left(copy, backend), pytest.raises(DigestMismatchError) as caught:
+                await ggufstream.load(copy, backend=backend, sha256=sha256)
+            error = caught.value
+            assert (error.algorithm, error.expected, error.tensor) == ("sha256", sha256, None)
+            assert error.found == sha256_of(copy)
+            flip(copy, offset)
+
+
+@pytest.mark.asyncio
+async def test_each_shard_has_its_sha256() -> None:
+    shards = sorted(SPLIT.glob("*.gguf"))
+    sha256 = [sha256_of(shard) for shard in shards]
+    async with await ggufstream.load(shards[0], backend="cpu", sha256=sha256) as loaded:
+        assert loaded.report.digest is not None
+        assert loaded.report.digest.sha256 == tuple(sha256)
+    with pytest.raises(DigestMismatchError) as caught:
+        await ggufstream.load(shards[0], backend="cpu", sha256=[sha256[0], sha256[0]])
+    assert caught.value.file == str(shards[1])
+    with pytest.raises(OptionError, match=r"sha256 has 1 digest, but .* consists of 2 files.*for each shard, in order"):
+        await ggufstream.load(shards[0], backend="cpu", sha256=sha256[0])
+
+
+@pytest.mark.asyncio
+async def test_shards_are_digested_and_checked(tmp_path: Path) -> None:
+    first = min(SPLIT.glob("*.gguf"))
+    index, digests = await tensor_digests(first)
+    manifest = tmp_path / "manifest"
+    manifest.write_text(format_manifest(index, digests))
+    async with await ggufstream.load(first, backend="cpu", digest=manifest) as loaded:
+        assert loaded.report.digest is not None
+        assert loaded.report.digest.checked == index.n_tensors
+
+
+@pytest.mark.asyncio
+async def test_a_manifest_that_is_not_there(model: tuple[Path, Path, FileIndex], tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError) as caught:
+        await ggufstream.load(model[0], backend="cpu", digest=tmp_path / "none")
+    assert caught.value.file == str(tmp_path / "none")
+    with pytest.raises(UnreadableFileError):
+        await ggufstream.load(model[0], backend="cpu", digest=tmp_path)
+    with pytest.raises(ManifestError, match="no line of it"):
+        await ggufstream.load(model[0], backend="cpu", digest=model[0])
+
+
+@pytest.mark.asyncio
+async def test_without_the_package(model: tuple[Path, Path, FileIndex], monkeypatch: pytest.MonkeyPatch) -> None:
+    path, manifest, _ = model
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    with pytest.raises(MissingPackageError, match=r"xxhash.*ggufstream\[digest\]"):
+        await ggufstream.load(path, backend="cpu", digest=manifest)
+    with pytest.raises(MissingPackageError):
+        await tensor_digests(path)
+    sha256 = sha256_of(path)
+    async with await ggufstream.load(path, backend="cpu", sha256=sha256) as loaded:
+        assert loaded.report.digest is not None
+
+
+@pytest.mark.parametrize(("name", "in_place"), [("cpu", True), ("simulated:igpu-unified", False), ("vulkan", False)])
+@pytest.mark.asyncio
+async def test_device_memory_is_not_read_back(
+    model: tuple[Path, Path, FileIndex], monkeypatch: pytest.MonkeyPatch, name: str, in_place: bool
+) -> None:
+    path, manifest, _ = model
+    read_into: list[str] = []
+
+    def fetch_into(source: read.PreadSource, part: Any, destinations: Any) -> bool:
+        read_into.append(part.arena)
+        return original(source, part, destinations)
+
+    original = read.PreadSource.fetch_into
+    monkeypatch.setattr(read.PreadSource, "fetch_into", fetch_into)
+    with opened(name) as backend:
+        async with await ggufstream.load(path, backend=backend, io="pread", range_bytes=RANGE):
+            assert "device" in read_into
+        read_into.clear()
+        async with await ggufstream.load(path, backend=backend, io="pread", range_bytes=RANGE, digest=manifest):
+            assert ("device" in read_into) == in_place
+
+
+@pytest.mark.asyncio
+async def test_a_file_that_is_written_to_is_no_mismatch(
+    model: tuple[Path, Path, FileIndex], copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, manifest, index = model
+
+    def write_first(descriptor: int, buffers: Any, offset: int) -> int:
+        flip(copy, index.tensor(LARGE).offset)
+        return original(descriptor, buffers, offset)
+
+    original = read.pread_into
+    monkeypatch.setattr(read, "pread_into", write_first)
+    with opened("cpu") as backend, nothing_is_left(copy, backend):
+        with pytest.raises(FileChangedError):
+            await ggufstream.load(copy, backend=backend, io="pread", range_bytes=RANGE, digest=manifest)
+
+
+# Ends with threads that wait
+
+
+class Waiter:
+    """Tells that a thread asks for its turn within a tensor, and when it has got an answer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asks = threading.Event()
+        self.answer: list[object] = []
+        self.answered = threading.Event()
+        original = Checks._turn
+
+        def turn(checks: Checks, entry: int, start: int) -> Any:
+            if start:
+                self.asks.set()
+            found = original(checks, entry, start)
+            if start:
+                self.answer.append(found)
+                self.answered.set()
+            return found
+
+        monkeypatch.setattr(Checks, "_turn", turn)
+
+
+@pytest.mark.parametrize("name", ["cpu", "simulated:discrete-24g", "simulated:igpu-unified"])
+@pytest.mark.asyncio
+async def test_an_error_wakes_those_that_wait(
+    model: tuple[Path, Path, FileIndex], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path, manifest, index = model
+    waiter = Waiter(monkeypatch)
+    first = index.tensor(LARGE).offset
+
+    def fail_at_first(descriptor: int, buffers: Any, offset: int) -> int:
+        if offset == first:
+            assert waiter.asks.wait(20)
+            raise OSError(errno.EIO, "Input/output error")
+        return original(descriptor, buffers, offset)
+
+    original = read.pread_into
+    monkeypatch.setattr(read, "pread_into", fail_at_first)
+    with opened(name) as backend, nothing_is_left(path, backend):
+        with pytest.raises(UnreadableFileError) as caught:
+            await ggufstream.load(
+                path, backend=backend, io="pread", range_bytes=RANGE, workers=2, digest=manifest, select=LARGE
+            )
+    assert caught.value.tensor == LARGE
+    assert waiter.answer == [None]
+
+
+@pytest.mark.asyncio
+async def test_a_cancel_wakes_those_that_wait(
+    model: tuple[Path, Path, FileIndex], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, while the one before them still reads."""
+    path, manifest, _ = model
+    waiter, gate = Waiter(monkeypatch), Gate(read.pread_into)
+    monkeypatch.setattr(read, "pread_into", gate)
+    with opened("cpu") as backend, nothing_is_left(path, backend):
+        loading = asyncio.create_task(
+            ggufstream.load(
+                path, backend=backend, io="pread", range_bytes=RANGE, workers=2, digest=manifest, select=LARGE
+            )
+        )
+        assert await asyncio.to_thread(waiter.asks.wait, 20)
+        loading.cancel()
+        assert await asyncio.to_thread(waiter.answered.wait, 20)
+        assert waiter.answer == [None]
+        gate.go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+
+
+@pytest.mark.asyncio
+async def test_a_cancel_while_the_whole_file_is_hashed(
+    model: tuple[Path, Path, FileIndex], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _, _ = model
+    gate = Gate(file_bytes.pread_into, 2)
+    monkeypatch.setattr(file_bytes, "pread_into", gate)
+    monkeypatch.setattr(digest, "_HOP_BYTES", 64 << 10)
+    monkeypatch.setattr(digest, "_BUFFER_BYTES", 64 << 10)
+    sha256 = sha256_of(path)
+    with opened("cpu") as backend, nothing_is_left(path, backend):
+        loading = asyncio.create_task(ggufstream.load(path, backend=backend, io="mmap", sha256=sha256, lazy="off"))
+        assert await asyncio.to_thread(gate.entered.wait, 20)
+        loading.cancel()
+        gate.go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+    assert next(gate._calls) == 3, "nothing more was read"
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EINVAL])
+@pytest.mark.asyncio
+async def test_a_read_error_beside_the_stream_ends_it(
+    model: tuple[Path, Path, FileIndex], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    path = model[0]
+
+    def fail(*_: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(file_bytes, "pread_into", fail)
+    with opened("cpu") as backend, nothing_is_left(path, backend):
+        with pytest.raises(UnreadableFileError, match="read error at byte 0 ") as caught:
+            await ggufstream.load(path, backend=backend, io="mmap", sha256="0" * 64, lazy="off")
+        assert (caught.value.tensor, caught.value.errno) == (None, number)
+
+
+@pytest.mark.asyncio
+async def test_the_event_loop_is_not_blocked(model: tuple[Path, Path, FileIndex], blockbuster: Any) -> None:
+    path, manifest, _ = model
+    sha256 = sha256_of(path)
+    async with await ggufstream.load(path, backend="cpu", digest=manifest, sha256=sha256, lazy="all"):
+        pass
+    await tensor_digests(path)
+
+
+# The page cache
+
+
+@pytest.fixture
+def on_disk(model: tuple[Path, Path, FileIndex]) -> Iterator[Path]:
+    with disk_folder() as folder:
+        path = folder / model[0].name
+        path.write_bytes(model[0].read_bytes())
+        yield path
+
+
+def cached_pages(path: Path) -> list[int]:
+    with path.open("rb") as file:
+        return Residency(file.fileno(), path.stat().st_size).pages.nonzero()[0].tolist()
+
+
+@pytest.mark.parametrize("pages", [range(0), range(40, 60)])
+@pytest.mark.asyncio
+async def test_digests_leave_the_page_cache_as_found(on_disk: Path, pages: range) -> None:
+    chill(on_disk)
+    warm(on_disk, pages)
+    last = size_of(on_disk) // PAGE
+    before = set(cached_pages(on_disk))
+    await tensor_digests(on_disk)
+    after = set(cached_pages(on_disk))
+    assert before <= after
+    assert not {page for page in after - before if 8 < page < last}, "more than the header stays"
+
+
+@pytest.mark.parametrize(("page_cache", "stays"), [("auto", False), ("drop", False), ("keep", True)])
+@pytest.mark.asyncio
+async def test_a_sha256_leaves_the_page_cache_as_asked(
+    model: tuple[Path, Path, FileIndex], on_disk: Path, page_cache: Any, stays: bool
+) -> None:
+    sha256 = sha256_of(on_disk)
+    chill(on_disk)
+    with opened("simulated:discrete-24g") as backend:
+        async with await ggufstream.load(
+            on_disk, backend=backend, io="direct", lazy="off", sha256=sha256, page_cache=page_cache
+        ):
+            assert (len(cached_pages(on_disk)) > 100) == stays
+
+
+# The command line
+
+
+@pytest.fixture
+def call(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int, str, str]]]:
+    import structlog
+
+    def call(*arguments: str | Path) -> tuple[int, str, str]:
+        capfd.readouterr()
+        code = cli.main([os.fspath(argument) for argument in arguments])
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    yield call
+    structlog.reset_defaults()
+
+
+@pytest.mark.slow
+def test_a_real_model_there_and_back(
+    call: Callable[..., tuple[int, str, str]], smollm2_path: Path, tmp_path: Path
+) -> None:
+    manifest = tmp_path / "manifest"
+    code, out, _ = call("digest", smollm2_path, "-o", manifest)
+    assert (code, out) == (0, f"{manifest}\n")
+    assert call("digest", smollm2_path)[1] == manifest.read_text()
+    code, out, _ = call("load", smollm2_path, "--backend", "cpu", "--digest", manifest, "--json")
+    assert code == 0
+    assert json.loads(out)["digest"]["checked"] == len(manifest.read_text().splitlines()) // 2 == 272
+    assert json.loads(out)["digest"]["unchecked"] == []
+
+    damaged = tmp_path / smollm2_path.name
+    damaged.write_bytes(smollm2_path.read_bytes())
+    tensor = asyncio.run(read_index(damaged)).tensor("blk.29.ffn_down.weight")
+    flip(damaged, tensor.offset + tensor.nbytes // 2)
+    code, out, err = call("load", damaged, "--backend", "cpu", "--digest", manifest, "--json")
+    error = json.loads(out)["error"]
+    assert (code, error["type"], error["tensor"]) == (3, "DigestMismatchError", tensor.name)
+    assert error["expected"] in manifest.read_text()
+    assert error["found"] in call("digest", damaged)[1]
+    assert "--debug" not in err
+
+
+def test_the_command_line_names_its_options(
+    call: Callable[..., tuple[int, str, str]], model: tuple[Path, Path, FileIndex]
+) -> None:
+    path, manifest, index = model
+    sha256 = sha256_of(path)
+    code, out, _ = call("load", path, "--backend", "cpu", "--digest", manifest, "--sha256", sha256)
+    assert code == 0
+    assert f"xxh3 of {index.n_tensors} tensors as in {manifest}" in out
+    assert "sha256 as given" in out
+    code, _, err = call("load", path, "--backend", "cpu", "--sha256", "1234")
+    assert (code, "--sha256 '1234' is no digest" in err) == (2, True)
+    code, _, err = call("verify", path, "--backend", "cpu", "--sha256", "0" * 64, "--log-format", "console")
+    assert (code, f"{path}: the file has the sha256 {sha256}, but {'0' * 64} was given" in err) == (3, True)
+    code, out, _ = call("digest", path, "--json")
+    assert code == 0
+    assert json.loads(out)["tensors"][LARGE].keys() == {"xxh64", "xxh3"}
+
+
+def test_a_manifest_is_not_written_over_the_model(
+    call: Callable[..., tuple[int, str, str]], copy: Path, tmp_path: Path
+) -> None:
+    size = copy.stat().st_size
+    code, _, err = call("digest", copy, "-o", copy)
+    assert (code, copy.stat().st_size) == (2, size)
+    assert "is the file that is read" in err
+    code, _, err = call("digest", copy, "-o", tmp_path / "no" / "folder")
+    assert (code, "cannot write" in err) == (1, True)
