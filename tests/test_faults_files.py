@@ -91,6 +91,7 @@ FAULTS: dict[str, dict[str, Action]] = {
     "mmap memory": errors(errno.ENOMEM),
     "madvise POPULATE_READ": errors(errno.EFAULT, errno.ENOMEM, errno.EINVAL, errno.EINTR),
     "madvise DONTNEED": errors(errno.EINVAL, errno.EINTR),
+    "madvise WILLNEED": errors(errno.EINVAL),  # where process_madvise is not for oneself, before Linux 6.13
     "madvise RANDOM": errors(errno.EINVAL),
     "process_madvise WILLNEED": errors(errno.EPERM, errno.EINTR),
     "process_madvise POPULATE_READ": errors(errno.EPERM, errno.EINTR),
@@ -272,7 +273,7 @@ async def test_a_file_changes_before_any_call(
 
 
 CUT = """
-import asyncio, json, os, sys, threading
+import asyncio, gc, json, os, sys, threading
 from pathlib import Path
 sys.path.insert(0, {root!r})
 import pytest, structlog
@@ -311,6 +312,7 @@ async def main():
     calls = t.Calls(patch)
     async with ggufstream.Loader(staging_bytes=1 << 20) as loader:
         assert await t.outcome(loader, t.written(path, contents), way, calls, versions=[contents]) is None
+        gc.freeze()
         for nth in range(1, calls.counts.total() + 1):
             def cut():
                 with window:
