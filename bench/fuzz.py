@@ -14,7 +14,6 @@ An execution depends on nothing but the seed and its number: ``--seed S --only N
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import faulthandler
 import json
@@ -30,39 +29,23 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
-
-import ggufstream
-from bench.mutations import Dice, model, mutated, shards
-from ggufstream.backends.base import Backend
-from ggufstream.backends.registry import open_backend
-from ggufstream.decode import DECODABLE, decode
-from ggufstream.errors import GGUFStreamError, MissingFileError, PlanViolationError
-from ggufstream.gguf_arrays import LazyArray
-from ggufstream.gguf_file import FileIdentity, FileIndex, Shard, _merge, _shard_paths
-from ggufstream.gguf_header import Header, parse_header
-from ggufstream.options import Intent, LoadOptions
-from ggufstream.plan import check_tables, make_plan
+from bench.fuzz_stages import STAGES, Files, HangError, MessageError, Stage, Tools, check_error
+from bench.mutations import Dice
+from ggufstream.errors import GGUFStreamError
 
 CACHE = Path(__file__).parents[1] / ".cache" / "fuzz"
-BACKENDS = ("cpu", "cpu_scalar", "simulated:discrete-24g", "simulated:metal-alias", "simulated:tiny", "simulated:gb10")
 
-MESSAGE_CHARACTERS = 2000
 ADDRESS_SPACE = 8 << 30
 """Of a process: an absurd allocation fails, in place of being granted and never touched."""
 KEPT = 20
 """Escapes of a process that are kept; after so many it ends."""
-
-Files = dict[str, bytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,248 +58,6 @@ class Limits:
     """After which a process that does not answer to signals is killed."""
     growth_bytes: int = 64 << 20
     """Also of all executions of a process together."""
-
-
-class HangError(BaseException):
-    """An execution took too long. No ``Exception``, so that nothing on its way takes it for an error of a file."""
-
-
-@dataclass(slots=True)
-class Tools:
-    """What the executions of a process share."""
-
-    folder: Path
-    stack: ExitStack = field(default_factory=ExitStack)
-    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
-    backends: dict[str, Backend] = field(default_factory=dict)
-
-    def backend(self, name: str) -> Backend:
-        if name not in self.backends:
-            self.backends[name] = self.stack.enter_context(open_backend(name))
-        return self.backends[name]
-
-    def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run to the end, or, where it took too long, to the end of its cancellation."""
-        try:
-            self.loop.run_until_complete(work)
-        except HangError:
-            left = asyncio.all_tasks(self.loop)
-            for task in left:
-                task.cancel()
-            self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-            raise
-
-    def write(self, files: Files) -> None:
-        for name, raw in files.items():
-            (self.folder / name).write_bytes(raw)
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """One kind of execution: its share of all, how its files are made, and what is done with them."""
-
-    weight: float
-    make: Callable[[Random], Files]
-    run: Callable[[Files, Random, Tools], None]
-
-
-# --- Stages ---------------------------------------------------------------------------------------------------------
-
-
-def one_file(dice: Random) -> Files:
-    return {"m.gguf": mutated(model(dice), dice, changes=dice.choice((0, 1, 1, 1, 2, 2, 4)))}
-
-
-def nearly_right(dice: Random) -> Files:
-    return {"m.gguf": mutated(model(dice), dice, changes=dice.choice((0, 0, 1)))}
-
-
-def a_set(dice: Random) -> Files:
-    """Shards of which one is wrong, missing, or in the place of another."""
-    drafts = shards(dice)
-    wrong = dice.choice(list(drafts))
-    files = {}
-    for name, draft in drafts.items():
-        files[name] = mutated(draft, dice, changes=dice.choice((0, 1, 1, 2)) if name == wrong else 0)
-    match dice.randrange(20):
-        case 0:
-            del files[wrong]
-        case 1:
-            files[wrong] = files[dice.choice(list(files))]
-    return files
-
-
-def parse(path: str, raw: bytes, dice: Random) -> Header:
-    """The header of a file in memory, in chunks of some size."""
-    parser = parse_header(path, len(raw))
-    step = dice.choice((1 << 20,) * 15 + (64,))
-    position = 0
-    try:
-        wanted = next(parser)
-        while True:
-            if wanted == 0:
-                wanted = parser.send(b"")
-                continue
-            position += step
-            wanted = parser.send(raw[position - step : position])
-    except StopIteration as stop:
-        header: Header = stop.value
-        return header
-
-
-def check_header(header: Header, size: int) -> None:
-    """What must be true of every header that is taken."""
-    for tensor in header.tensors:
-        assert tensor.offset >= header.data_offset, tensor
-        assert (tensor.offset - header.data_offset) % header.alignment == 0, tensor
-        assert tensor.nbytes == tensor.rows * tensor.row_bytes, tensor
-        assert not tensor.nbytes or tensor.offset + tensor.nbytes <= size, tensor
-    filled = [tensor for tensor in header.tensors if tensor.nbytes]
-    for one, other in pairwise(filled):
-        assert one.offset + one.nbytes <= other.offset, (one, other)
-    assert len({tensor.name for tensor in header.tensors}) == len(header.tensors)
-    for value in header.metadata.values():
-        if isinstance(value, LazyArray):
-            assert len(value.tolist()) == len(value)
-            repr(value)
-
-
-def read_header(files: Files, dice: Random, _: Tools) -> None:
-    ((name, raw),) = files.items()
-    check_header(parse(name, raw, dice), len(raw))
-
-
-def index_of(files: Files, opened: str, dice: Random) -> FileIndex:
-    """The index of a model in memory, as ``read_index`` makes it."""
-
-    def part(name: str) -> tuple[Shard, Header]:
-        if name not in files:
-            raise MissingFileError("not there", file=name)
-        raw = files[name]
-        header = parse(name, raw, dice)
-        identity = FileIdentity(0, 0, len(raw), 0)
-        place = {"header_bytes": header.header_bytes, "data_offset": header.data_offset}
-        return Shard(path=name, size=len(raw), identity=identity, **place), header
-
-    first = part(opened)
-    paths = _shard_paths(opened, first[1])
-    return _merge(opened, [first if path == opened else part(path) for path in paths])
-
-
-def read_shards(files: Files, dice: Random, _: Tools) -> None:
-    index = index_of(files, dice.choice(sorted(files) or ["gone.gguf"]), dice)
-    for tensor in index.tensors:
-        assert index.tensor(tensor.name) is tensor
-        assert tensor.offset + tensor.nbytes <= max(index.shards[tensor.shard].size, tensor.offset)
-
-
-def _intent(dice: Random) -> Callable[[str], Intent | None] | None:
-    intents = [None, Intent.LINEAR, Intent.BINDABLE, Intent.LOOKUP, Intent.LINEAR | Intent.LOOKUP]
-    intents += [Intent.LOOKUP | Intent.BINDABLE, Intent.LINEAR | Intent.BINDABLE]
-    chosen = dice.choice(intents)
-    return None if chosen is None or dice.random() < 0.5 else lambda _: chosen
-
-
-def options(dice: Random, backend: str) -> LoadOptions:
-    """Any that a caller may give."""
-    return LoadOptions(
-        backend=backend,
-        io=dice.choice(("auto", "mmap", "pread", "direct")),
-        lazy=dice.choice(("auto", "on", "off", "all")),
-        lazy_bytes=dice.choice((0, 1000, 256 << 20)),
-        page_cache=dice.choice(("auto", "drop", "keep")),
-        upload=dice.choice(("auto", "auto", "direct", "staged", "alias")),
-        range_bytes=dice.choice((4 << 10, 8 << 20)),
-        staging_bytes=dice.choice((1 << 20, 256 << 20)),
-        select=dice.choice((None, None, None, "blk", ".")),
-        overrides=dice.choice(((), (), (("attn", "HOST"),), (("embd", "ROWS"),), (("", "device:0"),))),
-        intents=_intent(dice),
-    )
-
-
-def plan(files: Files, dice: Random, tools: Tools) -> None:
-    index = index_of(files, "m.gguf", dice)
-    backend = dice.choice(BACKENDS)
-    chosen = options(dice, backend)
-    made = make_plan(index, backends=[tools.backend(backend)], options=chosen)
-    check_tables(made, chosen)
-    described = made.to_dict()
-    assert len(described["tensors"]) + len(described["skipped"]) == index.n_tensors
-    for entry in made.entries:
-        assert sum(part.extent.file_bytes for part in entry.slices) in (0, entry.tensor.nbytes)
-
-
-def load(files: Files, dice: Random, tools: Tools) -> None:
-    """Load, and compare with the file."""
-    tools.write(files)
-    backend = dice.choice(BACKENDS)
-    chosen = options(dice, "auto")
-
-    async def work() -> None:
-        async with await ggufstream.load(
-            tools.folder / "m.gguf", options=chosen, backend=tools.backend(backend)
-        ) as loaded:
-            for weight in loaded.values():
-                assert len(await weight.read()) == weight.nbytes
-            found = await ggufstream.verify(loaded)
-            assert not found.differing, found.differing
-
-    tools.run(work())
-
-
-def _ids(dice: Random, rows: int) -> Any:
-    """Rows that are there, mostly."""
-    there = [dice.randrange(rows) for _ in range(dice.choice((1, 3, 50)))] if rows else []
-    edges = [-1, rows, 2**31, 2**63, 2**64, -(2**63), 0.5, float("nan"), True, None, "1", b"", [0], 10**30]
-    match dice.randrange(6):
-        case 0:
-            return [*there, dice.choice(edges)]
-        case 1:
-            return np.array(there, dice.choice((np.uint8, np.int64, np.float32, np.uint64, np.bool_)))
-        case 2:
-            return [there, there]
-        case _:
-            return there
-
-
-def rows(files: Files, dice: Random, tools: Tools) -> None:
-    """Rows of every tensor as a table in the file, which may change meanwhile."""
-    tools.write(files)
-    path = tools.folder / "m.gguf"
-    raw = files["m.gguf"]
-    strategy = dice.choice(("mapped", "pread", "direct", "auto"))
-    chosen = LoadOptions(lazy="on", intents=lambda _: Intent.LOOKUP, row_strategy=strategy, row_cache_bytes=dice.choice((0, 1 << 20)))  # fmt: skip
-    changed = dice.random() < 0.1
-
-    async def work() -> None:
-        async with await ggufstream.load(path, options=chosen, backend=tools.backend("cpu")) as loaded:
-            tensors = {tensor.name: tensor for tensor in parse("m.gguf", raw, dice).tensors}
-            if changed:
-                os.truncate(path, dice.randrange(len(raw)))
-            for name in loaded:
-                tensor = tensors[name]
-                ids = _ids(dice, tensor.rows if tensor.nbytes else 0)
-                try:
-                    got = await loaded.rows(name, ids)
-                except GGUFStreamError as error:
-                    check_error(error)
-                    continue
-                if changed or not got.size or tensor.type.name not in DECODABLE:
-                    continue
-                blocks = np.frombuffer(raw, np.uint8, tensor.nbytes, tensor.offset).reshape(tensor.rows, -1)
-                want = decode(tensor.type, blocks[np.asarray(ids, np.int64).reshape(-1)].reshape(-1))
-                assert got.tobytes() == want.tobytes(), name
-
-    tools.run(work())
-
-
-STAGES: Mapping[str, Stage] = {
-    "header": Stage(0.9, one_file, read_header),
-    "shards": Stage(0.05, a_set, read_shards),
-    "plan": Stage(0.047, nearly_right, plan),
-    "rows": Stage(0.002, nearly_right, rows),
-    "load": Stage(0.001, nearly_right, load),
-}
 
 
 # --- One execution --------------------------------------------------------------------------------------------------
@@ -333,19 +74,6 @@ class Escape:
     what: str
     where: str = ""
     folder: str = ""
-
-
-class MessageError(Exception):
-    """The error is right, what it says is not fit to be shown."""
-
-
-def check_error(error: GGUFStreamError) -> None:
-    """An error of the tree must be one that a person can read, and that does not say that the bug is here."""
-    if isinstance(error, PlanViolationError):
-        raise error
-    text = str(error)
-    if len(text) > MESSAGE_CHARACTERS or not text.isprintable():
-        raise MessageError(f"{type(error).__name__} of {len(text)} characters: {text[:200]!r}") from error
 
 
 def peak_bytes() -> int:
@@ -461,25 +189,23 @@ class Task:
     """What the processes of a run are to do."""
 
     seed: int
-    until: float
-    """On ``time.monotonic``."""
-    executions: int
     stages: Mapping[str, Stage]
     limits: Limits
     out: Path
 
 
-def worker(task: Task, numbers: range, current: Any, slot: int, pipe: Connection) -> None:
-    """Run the executions of these numbers; report counts each second, and escapes at once."""
+def worker(task: Task, numbers: range, seconds: float, current: Any, slot: int, pipe: Connection) -> None:
+    """Run the executions of these numbers for so long; report counts each second, and escapes at once."""
     seed, stages, limits, out = task.seed, task.stages, task.limits, task.out
     faulthandler.disable()
     tools = prepare()
     counts, said, found = Counts(), time.monotonic(), 0
+    until = said + seconds
     settled, resident = 0, resident_bytes()
     forget_peak()
     with tools.stack:
         for number in numbers:
-            if time.monotonic() > task.until or found == KEPT:
+            if time.monotonic() > until or found == KEPT:
                 break
             name, dice = drawn(seed, number, stages)
             stage = stages[name]
@@ -564,21 +290,21 @@ def fuzz(
     context = multiprocessing.get_context("spawn")
     started, used = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     result = Result(seed=seed, processes=processes)
-    task = Task(seed=seed, until=started + seconds, executions=executions, stages=stages, limits=limits, out=out)
+    task = Task(seed=seed, stages=stages, limits=limits, out=out)
     current = context.RawArray("Q", 2 * processes)
     running: dict[Connection, tuple[multiprocessing.process.BaseProcess, int]] = {}
 
-    def start(slot: int, first: int) -> None:
+    def start(slot: int, first: int, seconds: float) -> None:
         current[2 * slot], current[2 * slot + 1] = first, 0
         ours, theirs = context.Pipe(duplex=False)
         numbers = range(first, executions, processes)
-        process = context.Process(target=worker, args=(task, numbers, current, slot, theirs))
+        process = context.Process(target=worker, args=(task, numbers, seconds, current, slot, theirs))
         process.start()
         theirs.close()
         running[ours] = process, slot
 
     for slot in range(processes):
-        start(slot, slot)
+        start(slot, slot, seconds)
     try:
         while running:
             for pipe in wait(list(running), timeout=1):
@@ -592,8 +318,9 @@ def fuzz(
                     if process.exitcode:
                         number = current[2 * slot]
                         result.escapes.append(_death(process.exitcode, seed, number, stages, out))
-                        if time.monotonic() < task.until and len(result.escapes) < KEPT:
-                            start(slot, number + processes)
+                        left = started + seconds - time.monotonic()
+                        if left > 0 and len(result.escapes) < KEPT:
+                            start(slot, number + processes, left)
                     continue
                 if isinstance(message, Escape):
                     result.escapes.append(message)

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench import fuzz
-from bench.fuzz import STAGES, Counts, Escape, Files, Limits, Result, Stage, Tools, check_error, drawn
+from bench.fuzz import Counts, Escape, Limits, Result, drawn
+from bench.fuzz_stages import STAGES, Files, Stage, Tools, check_error
 from bench.mutations import Dice, model, mutated
 from ggufstream.errors import GGUFStreamError, OptionError, PlanViolationError
 
@@ -40,7 +41,7 @@ def run(stage: str, dice: Random, tools: Tools) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["header", "shards", "plan"])
 @given(dice=st.randoms(use_true_random=False))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_a_wrong_file_is_an_error_of_the_tree(stage: str, tools: Tools, dice: Random) -> None:
     run(stage, dice, tools)
 
