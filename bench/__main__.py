@@ -58,7 +58,7 @@ def main() -> None:
     else:
         sizes = (256 << 20, 1 << 30) if options.quick else (1 << 30, 4 << 30, 16 << 30)
         suite = Suite(
-            run=run, cold_bytes=nbytes, warm_bytes=min(nbytes, 1 << 30), peak_bytes=sizes, repeats=repeats,
+            run=run, cold_bytes=nbytes, warm_bytes=min(nbytes, 1 << 30), peak_bytes=sizes, repeats=repeats, has_time=not options.quick,
             llama_python=options.llama_python, say=say,
         )  # fmt: skip
         for part in PARTS:

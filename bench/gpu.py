@@ -93,7 +93,13 @@ def run_gpu(run: Run, *, nbytes: int, repeats: int, patience: float, say: Callab
     raw, packed = model_file("F16", nbytes), model_file("Q8_0", nbytes)
     same = safetensors_file(raw)
     outcomes = race(
-        contestants(raw, same, packed), cold=False, repeats=repeats, patience=patience, deadline=200, say=say
+        contestants(raw, same, packed),
+        cold=False,
+        repeats=repeats,
+        patience=patience,
+        deadline=200,
+        turn_seconds=60,
+        say=say,
     )
     limit = next(o for o in outcomes if o.contestant.name == "pinned copy")
     run.sections.append(

@@ -22,7 +22,6 @@ from bench.machine import make_cold, make_warm, version
 __all__ = ["Contestant", "Outcome", "best", "race"]
 
 START_SECONDS = 120.0
-TURN_SECONDS = 90.0
 ROOT = Path(__file__).parents[1]
 
 
@@ -140,9 +139,9 @@ class _Worker:
         self.log.seek(0)
         return (["", *self.log.read().strip().splitlines()])[-1][:200]
 
-    def turn(self, job: dict[str, Any]) -> dict[str, Any]:
+    def turn(self, job: dict[str, Any], seconds: float) -> dict[str, Any]:
         self._send(job)
-        return self.answer(TURN_SECONDS)
+        return self.answer(seconds)
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -165,13 +164,14 @@ def race(
     repeats: int,
     patience: float,
     deadline: float = math.inf,
+    turn_seconds: float = 240.0,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[Outcome]:
     """Let all load in turn, ``repeats`` times after a first one that does not count.
 
     Cold: before each turn its files leave the page cache, and mincore says that they did. Warm: they are all in it.
     Who has taken ``patience`` seconds in all has no more turns, but at least one that counts. After ``deadline`` seconds
-    nobody has one.
+    nobody has one. Who needs more than ``turn_seconds`` is ended.
     """
     started = time.perf_counter()
     outcomes = [Outcome(contestant=contestant, cold=cold) for contestant in contestants]
@@ -189,7 +189,7 @@ def race(
             for outcome, worker in pairs[start:] + pairs[:start]:
                 is_late = time.perf_counter() - started > deadline
                 if outcome.problem is None and not is_late and not _has_had_enough(outcome, patience):
-                    _take_turn(outcome, worker, turn, patience)
+                    _take_turn(outcome, worker, turn, patience, turn_seconds)
     finally:
         for worker in workers:
             worker.close()
@@ -200,10 +200,10 @@ def _has_had_enough(outcome: Outcome, patience: float) -> bool:
     return bool(outcome.seconds) and sum(outcome.seconds) + (outcome.first_seconds or 0) > patience
 
 
-def _take_turn(outcome: Outcome, worker: _Worker, turn: int, patience: float) -> None:
+def _take_turn(outcome: Outcome, worker: _Worker, turn: int, patience: float, seconds: float) -> None:
     make = make_cold if outcome.cold else make_warm
     outcome.residency = max(make(path) for path in outcome.contestant.reads)
-    answer = worker.turn(outcome.contestant.job | {"cold": outcome.cold})
+    answer = worker.turn(outcome.contestant.job | {"cold": outcome.cold}, seconds)
     outcome.problem = answer.get("failed")
     if outcome.problem:
         return
@@ -211,12 +211,12 @@ def _take_turn(outcome: Outcome, worker: _Worker, turn: int, patience: float) ->
     if "bytes" in answer and answer["bytes"] < wanted:
         outcome.problem = f"loaded only {answer['bytes']:,} of {wanted:,} bytes"
         return
-    seconds = answer.pop("seconds")
+    took = answer.pop("seconds")
     if turn == 0:
-        outcome.first_seconds = seconds
-        outcome.only_first = seconds > patience
+        outcome.first_seconds = took
+        outcome.only_first = took > patience
     if turn or outcome.only_first:
-        outcome.seconds.append(seconds)
+        outcome.seconds.append(took)
     outcome.facts = answer
     outcome.all_facts.append(answer)
 
