@@ -29,7 +29,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -131,11 +131,6 @@ def execute(stage: Stage, dice: Random, tools: Tools, limits: Limits) -> tuple[s
     return "fine", None
 
 
-def _is_hang(stage: Stage, dice_of: Callable[[], Random], tools: Tools, limits: Limits) -> bool:
-    """A hang is there again, and again: the first time may have been an import, or the machine's."""
-    return all(isinstance(execute(stage, dice_of(), tools, limits)[1], HangError) for _ in range(2))
-
-
 # --- Processes ------------------------------------------------------------------------------------------------------
 
 
@@ -212,12 +207,12 @@ def worker(task: Task, numbers: range, seconds: float, current: Any, slot: int, 
             current[2 * slot], current[2 * slot + 1] = number, time.monotonic_ns()
             before = peak_bytes()
             outcome, error = execute(stage, dice, tools, limits)
+            for _ in range(2):  # a hang is there again, and again: the first time may have been the machine's
+                if isinstance(error, HangError):
+                    current[2 * slot + 1] = time.monotonic_ns()
+                    outcome, error = execute(stage, drawn(seed, number, stages)[1], tools, limits)
             current[2 * slot + 1] = 0
             peak = peak_bytes()
-            if isinstance(error, HangError) and not _is_hang(
-                stage, lambda n=number: drawn(seed, n, stages)[1], tools, limits
-            ):
-                error = None
             escape = None
             if error is not None:
                 kind = {HangError: "hang", MessageError: "message"}.get(type(error), "exception")

@@ -118,7 +118,7 @@ def _death(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGBUS)
 
 
-SHORT = Limits(cpu_seconds=0.05, wall_seconds=0.3, patience_seconds=1)
+SHORT = Limits(cpu_seconds=0.05, wall_seconds=0.4)
 
 
 def fuzzed(tmp_path: Path, executions: int, limits: Limits, **planted: object) -> Result:
@@ -161,7 +161,7 @@ def test_every_kind_of_escape_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_process_that_dies_is_reported_and_replaced(tmp_path: Path) -> None:
-    result = fuzzed(tmp_path, 3, SHORT, death=_death, deaf=_deaf)
+    result = fuzzed(tmp_path, 3, Limits(patience_seconds=2), death=_death, deaf=_deaf)
     assert [escape.number for escape in result.escapes] == [0, 1, 2]
     assert {(escape.stage, escape.kind) for escape in result.escapes} == {("death", "death"), ("deaf", "hang")}
     assert "SIGBUS" in next(escape.what for escape in result.escapes if escape.stage == "death")
