@@ -26,6 +26,8 @@ class FaultyVulkan(Vulkan):
         super().__init__()
         self.called: Counter[str] = Counter()
         self.is_lost = False
+        self.failed = False
+        """The call that :meth:`fail_at` was told was made."""
         self.answers: dict[str, int | Callable[[], int | None]] = {}
         self._count_lock = threading.Lock()
 
@@ -55,11 +57,12 @@ class FaultyVulkan(Vulkan):
     def fail_at(self, name: str, nth: int, code: int) -> None:
         """From now on, the n-th call of a function is answered with ``code``, and no other."""
         calls = iter(range(1, 1 << 30))
+        self.failed = False
 
         def answer() -> int | None:
             if next(calls) != nth:
                 return None
-            self.is_lost = code == LOST
+            self.failed, self.is_lost = True, code == LOST
             return code
 
         self.answers[name] = answer

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,9 +20,12 @@ import pytest
 
 import ggufstream
 from ggufstream.backends.cpu_scalar import CpuScalarBackend
-from ggufstream.backends.host_memory import HostStaging
+from ggufstream.backends.host_memory import HostChunk, HostStaging, MappedChunk
+from ggufstream.backends.simulated import SimulatedBackend, _DeviceChunk
+from ggufstream.backends.testing import FaultyBackend, default_fault
 from ggufstream.backends.vulkan import VulkanBackend
-from ggufstream.backends.vulkan.api import CommandBuffer, Fence, Queue
+from ggufstream.backends.vulkan.api import CommandBuffer, Device, Fence, Memory, Queue
+from ggufstream.backends.vulkan.errors import from_result
 from ggufstream.backends.vulkan.memory import Allocation
 from ggufstream.errors import (
     DeviceError,
@@ -55,14 +59,6 @@ UPLOADS: dict[str, dict[str, Any]] = {
 PRODUCT, TABLE, LAZY = "blk.0.attn_q.weight", "token_embd.weight", "per_layer_token_embd.weight"
 IDS = [39, 0, 7]
 
-NAMES = {
-    -1: "VK_ERROR_OUT_OF_HOST_MEMORY",
-    -2: "VK_ERROR_OUT_OF_DEVICE_MEMORY",
-    -4: "VK_ERROR_DEVICE_LOST",
-    -5: "VK_ERROR_MEMORY_MAP_FAILED",
-    -10: "VK_ERROR_TOO_MANY_OBJECTS",
-    -987654321: "a code that nobody knows",
-}
 UNKNOWN = -987654321
 ERRORS: dict[int, type[DeviceError]] = {
     -1: OutOfHostMemoryError,
@@ -76,16 +72,16 @@ LOSES = ("vkQueueSubmit", "vkWaitForFences", "vkGetFenceStatus", "vkCreateDevice
 """What the specification allows to answer that the device is lost."""
 
 
-def codes_for(function: str) -> list[int]:
-    """Result codes that a function may give, and one that it may not."""
-    codes = [-2, -1, UNKNOWN]
-    if function == "vkAllocateMemory":
-        codes.insert(1, -10)
-    if function == "vkMapMemory":
-        codes.insert(0, -5)
-    if function in LOSES:
-        codes.insert(0, -4)
-    return codes
+def no_memory(function: str) -> list[int]:
+    """Result codes by which a function may say that there is no memory for it."""
+    more = {"vkAllocateMemory": [-10], "vkMapMemory": [-5]}
+    return [-2, -1, *more.get(function, [])]
+
+
+def name_of(function: str, code: int) -> str:
+    if code == UNKNOWN:
+        return "any function: a result code that nobody knows"
+    return f"{function}: {'the device is lost' if code == LOST else 'no memory'}"
 
 
 class Life:
@@ -106,15 +102,15 @@ class Life:
     async def load(self, loader: ggufstream.Loader, backend: Any, **options: Any) -> ggufstream.Model:
         return await loader.submit(self.path, backend=backend, **LOAD | options)
 
-    async def read(self, model: ggufstream.Model) -> None:
-        """Every byte is right."""
-        for name, weight in model.items():
+    async def read(self, model: ggufstream.Model, *names: str) -> None:
+        """Every byte is right, of all tensors or of some."""
+        for name in names or model:
             tensor = model.index.tensor(name)
-            assert await weight.read() == self.file[tensor.offset : tensor.offset + tensor.nbytes]
+            assert await model[name].read() == self.file[tensor.offset : tensor.offset + tensor.nbytes]
 
     async def use(self, model: ggufstream.Model) -> None:
         """Read back, multiply, gather rows: all that a device does for a model."""
-        await self.read(model)
+        await self.read(model, PRODUCT)
         np.testing.assert_allclose(await model.linear(PRODUCT, self.x), self.y, rtol=1e-4, atol=1e-5)
         for name, expected in self.rows.items():
             async with await model.rows(name, IDS, into=0) as rows:
@@ -186,13 +182,15 @@ def fallible(called: Any) -> dict[str, int]:
 
 
 def injections(called: dict[str, int]) -> Iterator[tuple[str, int, int]]:
-    """Each call of each function, with one code after the other; the first call with all."""
+    """Each call of each function, without memory in one way or another; the first one in all ways, and in others."""
     for function, count in called.items():
-        codes = codes_for(function)
-        for code in codes:
+        codes = no_memory(function)
+        for code in [*codes, UNKNOWN]:
             yield function, 1, code
         for nth in range(2, count + 1):
-            yield function, nth, codes[(nth - 1) % len(codes)]
+            yield function, nth, codes[nth % len(codes)]
+        for nth in range(1, count + 1 if function in LOSES else 1):
+            yield function, nth, LOST
 
 
 # --- Every call of the driver -----------------------------------------------------------------------------------------
@@ -229,10 +227,11 @@ async def test_every_call_that_opens_a_device(life: Life, record_fault: RecordFa
             else:
                 check(error, function, code)
             assert kept_by(error) == []
-            record_fault(f"opening: {function}: {NAMES[code]}", error)
+            record_fault(f"{name_of(function, code)} (opening)", error)
         else:
             backend.close()
-            record_fault(f"opening: {function}: {NAMES[code]}", None)  # only the trial of mapped pages failed
+            assert api.failed
+            record_fault(f"{name_of(function, code)} (opening)", None)  # only the trial of mapped pages failed
         api.heal()
         assert api.left == {}, (function, nth, code)
     async with ggufstream.Loader() as loader:
@@ -262,7 +261,7 @@ async def test_every_call_of_a_load(life: Life, record_fault: RecordFault, uploa
                     assert error.tensor is None or error.tensor in str(error)
                 nothing_is_held(backend)
                 assert kept_by(error) == [], (function, nth, code)
-                record_fault(f"load: {function}: {NAMES[code]}", error)
+                record_fault(f"{name_of(function, code)} (load)", error)
                 if isinstance(error, DeviceLostError):
                     backend.close()
                     api.heal()
@@ -272,7 +271,8 @@ async def test_every_call_of_a_load(life: Life, record_fault: RecordFault, uploa
                 api.heal()
                 model = await life.load(loader, backend, **UPLOADS[upload])
             else:
-                record_fault(f"load: {function}: {NAMES[code]}", None)  # less memory sufficed
+                if api.failed:  # how many slabs there are depends on how threads take turns
+                    record_fault(f"{name_of(function, code)} (load)", None)  # less at once sufficed
             async with model:
                 api.heal()
                 await life.read(model)
@@ -303,7 +303,7 @@ async def test_every_call_of_a_model_in_use(life: Life, record_fault: RecordFaul
                 check(error, function, code)
                 assert error.tensor in life.names
                 assert error.tensor in str(error)
-                record_fault(f"use: {function}: {NAMES[code]}", error)
+                record_fault(f"{name_of(function, code)} (use)", error)
                 if isinstance(error, DeviceLostError):
                     await model.aclose()
                     nothing_is_held(backend)
@@ -314,7 +314,7 @@ async def test_every_call_of_a_model_in_use(life: Life, record_fault: RecordFaul
                     model = await life.load(loader, backend, **UPLOADS[upload])
                     before = api.left
             else:
-                record_fault(f"use: {function}: {NAMES[code]}", None)
+                pytest.fail(f"{function} {nth} {code} went unnoticed")
             api.heal()
             await life.use(model)  # the same model, again
             forget_caches(backend)
@@ -352,6 +352,7 @@ class StuckVulkan(FaultyVulkan):
 HANGS = ("load", "read", "linear", "rows", "rows of the file")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("upload", UPLOADS)
 @pytest.mark.parametrize("what", HANGS)
 @pytest.mark.asyncio
@@ -360,12 +361,12 @@ async def test_a_device_that_hangs_is_lost_at_once(
 ) -> None:
     api = StuckVulkan()
     backend = open_for(upload, api)
-    backend.device.patience_seconds = 0.01
     loader = ggufstream.Loader()
     async with loader:
         if what != "load":
             model = await life.load(loader, backend, **UPLOADS[upload])
         api.stuck = True
+        backend.device.patience_seconds = 0.01
         api.called.clear()
         try:
             match what:
@@ -381,12 +382,12 @@ async def test_a_device_that_hangs_is_lost_at_once(
                 case _:
                     await model.rows(LAZY, IDS, into=0)
         except DeviceLostError as error:
-            record_fault(f"{what}: the device hangs ({upload})", error)
+            record_fault(f"the device hangs ({what})", error)
             assert "did not finish within 0.01 s" in str(error)
             assert error.tensor in life.names
             hangs = True
         else:
-            record_fault(f"{what}: the device hangs ({upload})", None)  # it was not asked
+            record_fault(f"the device hangs ({what})", None)  # it was not asked
             hangs = False
         assert hangs == bool(api.kept)
         if hangs:
@@ -410,3 +411,163 @@ async def test_a_device_that_hangs_is_lost_at_once(
         backend.close()
         nothing_is_held(backend)
         assert api.left == {}
+
+
+# --- A device that has less memory than it says --------------------------------------------------------------------------
+
+
+class SmallVulkan(FaultyVulkan):
+    """Its heaps say what they say, but it allocates ``limit`` bytes, and no more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limit = 1 << 40
+        self._allocated: dict[Memory, int] = {}
+
+    def allocate_memory(self, device: Device, nbytes: int, *, memory_type: int) -> Memory:
+        if sum(self._allocated.values()) + nbytes > self.limit:
+            raise from_result("vkAllocateMemory", -2, needed=nbytes)
+        memory = super().allocate_memory(device, nbytes, memory_type=memory_type)
+        self._allocated[memory] = nbytes
+        return memory
+
+    def free_memory(self, device: Device, memory: Memory) -> None:
+        super().free_memory(device, memory)
+        self._allocated.pop(memory, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("upload", ["direct", "staged"])
+@pytest.mark.asyncio
+async def test_a_budget_that_is_not_kept(life: Life, record_fault: RecordFault, upload: str) -> None:
+    api = SmallVulkan()
+    loaded = []
+    with open_for(upload, api) as backend:
+        before = api.left
+        async with ggufstream.Loader() as loader:
+            for limit in range(0, 72 << 10, 6 << 10):
+                api.limit = limit
+                MEMORY.clear()
+                try:
+                    model = await life.load(loader, backend)
+                except OutOfDeviceMemoryError as error:
+                    check(error, "vkAllocateMemory", -2)
+                    assert error.needed
+                    assert kept_by(error) == []
+                    record_fault("a budget above what there is", error)
+                    loaded.append(False)
+                else:
+                    record_fault("a budget above what there is", None)
+                    loaded.append(True)
+                    api.limit = 1 << 40
+                    async with model:
+                        await life.read(model)
+                backend._read_back.close()
+                nothing_is_held(backend)
+                assert api.left == before
+            api.limit = 1 << 40
+            async with await life.load(loader, backend) as model:
+                await life.use(model)
+    assert loaded[0] is False
+    assert loaded[-1] is True
+    assert api.left == {}
+
+
+# --- Backends: every method, and clean-up itself -----------------------------------------------------------------------
+
+PROFILES: dict[str, dict[str, Any]] = {
+    "discrete-24g": {},
+    "igpu-unified": {},
+    "gb10": {"upload": "alias", "row_strategy": "device-read"},
+}
+
+UNUSED = {
+    "discrete-24g": {"map_pages"},
+    "igpu-unified": {"map_pages", "staging", "upload", "wait"},
+    "gb10": {"staging", "upload", "wait"},
+}
+"""Methods that a load and the use of its model do not call."""
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("method", sorted(FaultyBackend.METHODS))
+@pytest.mark.asyncio
+async def test_every_call_of_a_method(life: Life, record_fault: RecordFault, method: str, profile: str) -> None:
+    options = PROFILES[profile]
+    async with ggufstream.Loader() as loader:
+        for nth in itertools.count(1):
+            backend = FaultyBackend(SimulatedBackend(profile), fail={method: nth})
+            model = None
+            MEMORY.clear()
+            try:
+                model = await life.load(loader, backend, **options)
+                await life.use(model)
+            except DeviceError as error:
+                assert type(error) is type(default_fault(method))
+                assert error.device == backend.capabilities.device
+                assert error.device in str(error)
+                if model is None:
+                    nothing_is_held(backend)
+                    assert kept_by(error) == []
+                    model = await life.load(loader, backend, **options)
+                assert error.tensor in life.names or method in {"allocate", "map_pages"}
+                record_fault(f"{method} of a backend", error)
+            else:
+                if backend.calls[method] < nth:
+                    await model.aclose()
+                    break
+                record_fault(f"{method} of a backend", None)  # with less at once it went
+            await life.use(model)
+            await model.aclose()
+            nothing_is_held(backend)
+        assert nothing_is_promised(loader)
+    assert (nth == 1) == (method in UNUSED[profile])
+
+
+def nothing_is_promised(loader: ggufstream.Loader) -> bool:
+    statistics = loader.statistics()
+    return statistics["reservations"] == [] and statistics["staging"]["used_bytes"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("upload_fails", [False, True])
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.asyncio
+async def test_a_fault_of_clean_up_leaves_nothing_else(
+    life: Life, record_fault: RecordFault, monkeypatch: pytest.MonkeyPatch, profile: str, upload_fails: bool
+) -> None:
+    """Closing a slab or a chunk fails, at each of them in turn, after a load, a failed load, or a use."""
+    closed = iter(())
+
+    def failing(kind: type[Any]) -> None:
+        real = kind.close
+
+        def close(self: Any) -> None:
+            real(self)
+            if next(closed, 0) == nth:
+                raise DeviceError("it cannot be closed", backend="faulty")
+
+        monkeypatch.setattr(kind, "close", close)
+
+    for kind in (HostStaging, HostChunk, MappedChunk, _DeviceChunk):
+        failing(kind)
+    options = PROFILES[profile]
+    async with ggufstream.Loader() as loader:
+        for nth in itertools.count(1):
+            closed = itertools.count(1)
+            fail = {"upload" if profile == "discrete-24g" else "linear": 1} if upload_fails else {}
+            inner = SimulatedBackend(profile)
+            backend = FaultyBackend(inner, fail=fail)
+            try:
+                async with await life.load(loader, backend, **options) as model:
+                    await life.use(model)
+            except DeviceError as error:
+                record_fault("closing memory of a backend", error)
+            nothing_is_held(backend)
+            assert nothing_is_promised(loader)
+            if next(closed) <= nth:
+                break
+            closed = iter(())
+            async with await life.load(loader, inner, **options) as model:
+                await life.use(model)
+        assert nth > 2
