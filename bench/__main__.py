@@ -25,6 +25,18 @@ from bench.results import Run
 from ggufstream.options import parse_bytes
 
 
+def _command(options: argparse.Namespace) -> str:
+    """The choices of this call; paths of this machine are nobody's business."""
+    words = [f"--{name}" for name in ("quick", "gpu") if getattr(options, name)]
+    words += [
+        word for name in ("bytes", "repeats") if (value := getattr(options, name)) for word in (f"--{name}", str(value))
+    ]
+    words += ["--only", *options.only] if tuple(options.only) != PARTS else []
+    return shlex.join(
+        ["python", "-m", "bench", *words, *(["--llama-python", "PYTHON"] if options.llama_python else [])]
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -46,7 +58,7 @@ def main() -> None:
 
     run = Run(
         date=datetime.now(UTC).strftime("%Y-%m-%d"),
-        command=shlex.join(["python", "-m", "bench", *sys.argv[1:]]),
+        command=_command(options),
         machine=describe(CACHE),
     )
     nbytes = options.bytes or (256 << 20 if options.quick else 4 << 30)

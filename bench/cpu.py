@@ -91,23 +91,14 @@ class Suite:
         """From the disk: everything against the best that O_DIRECT gives."""
         file = model_file("F16", self.cold_bytes)
         job = self._job(file, touch=self.cold_bytes)
-        bare = {"file": str(file)}
         limits = [
-            Contestant(name="dd, O_DIRECT", function="bench.raw_reads:dd", limit=True, job=bare),
+            _limit("dd, O_DIRECT", "dd", file),
+            *(_limit(f"fio, O_DIRECT, depth {depth}", "fio", file, depth=depth) for depth in (2, 8)),
             *(
-                Contestant(
-                    name=f"fio, O_DIRECT, depth {depth}", function="bench.raw_reads:fio", limit=True, arguments={"depth": depth}, job=bare
-                )
-                for depth in (2, 8)
+                _limit(f"preadv, O_DIRECT, {_threads(n)}", "preadv", file, threads=n, into="ring", direct=True)
+                for n in (2, 4, 8)
             ),
-            *(
-                Contestant(
-                    name=f"preadv, O_DIRECT, {_threads(threads)}", function="bench.raw_reads:preadv", limit=True,
-                    arguments={"threads": threads, "into": "ring", "direct": True}, job=bare,
-                )
-                for threads in (2, 4, 8)
-            ),
-        ]  # fmt: skip
+        ]
         contestants = [*limits, self._ours("ggufstream to cpu", "cpu", job), *self._peers(job, cold=True)]
         found = self._race(
             f"{self.cold_bytes / 1e9:.1f} GB from the disk (cold)",
@@ -127,18 +118,11 @@ class Suite:
         job, blocks_job = self._job(raw, touch=self.warm_bytes), self._job(blocks, touch=self.warm_bytes)
         processors = len(os.sched_getaffinity(0))
         limits = [
-            Contestant(
-                name=f"preadv, {_threads(threads)}", function="bench.raw_reads:preadv", limit=True,
-                arguments={"threads": threads, "into": "whole"}, job={"file": str(raw)},
-            )
-            for threads in sorted({1, processors, 2 * processors})
-        ]  # fmt: skip
-        limits.append(
-            Contestant(
-                name=f"preadv, {_threads(processors)}, memory new to the process", function="bench.raw_reads:preadv", limit=True,
-                arguments={"threads": processors, "into": "fresh"}, job=job,
-            )
-        )  # fmt: skip
+            _limit(f"preadv, {_threads(n)}", "preadv", raw, threads=n, into="whole")
+            for n in sorted({1, processors, 2 * processors})
+        ]
+        new = f"preadv, {_threads(processors)}, memory new to the process"
+        limits.append(_limit(new, "preadv", raw, touch=self.warm_bytes, threads=processors, into="fresh"))
         ours = [
             self._ours("ggufstream to cpu", "cpu", job),
             self._ours("ggufstream to llvmpipe", VULKAN, job),
@@ -169,12 +153,16 @@ class Suite:
         job = self._job(GEMMA, touch=GEMMA.stat().st_size)
         llama = [
             Contestant(
-                name=f"llama.cpp{', mapped' if use_mmap else ''}", function="bench.contestants:llama_cpp", peer=True,
-                packages=() if self.llama_python else ("llama-cpp-python",), arguments={"use_mmap": use_mmap},
-                python=self.llama_python or sys.executable, job={"file": str(GEMMA), "touch": GEMMA.stat().st_size},
+                name=f"llama.cpp{', mapped' if use_mmap else ''}",
+                function="bench.contestants:llama_cpp",
+                peer=True,
+                packages=() if self.llama_python else ("llama-cpp-python",),
+                arguments={"use_mmap": use_mmap},
+                python=self.llama_python or sys.executable,
+                job={"file": str(GEMMA), "touch": GEMMA.stat().st_size},
             )
             for use_mmap in (False, True)
-        ]  # fmt: skip
+        ]
         ours = [self._ours("ggufstream to cpu", "cpu", job), self._ours("ggufstream to llvmpipe", VULKAN, job)]
         reader = [c for c in self._peers(job) if c.name == "gguf.GGUFReader, copied" and self.has_time]
         self._race(f"{GEMMA.name}, all of a load (warm)", [*ours, *llama, *reader], patience=5)
@@ -263,10 +251,14 @@ class Suite:
             most += [peak / 2**20 for peak in peaks.values() if peak is not None]
         self.run.targets.append(
             Target(
-                name="peak of host memory above the start", value=max(most, default=None), bound=(STAGING + SLACK) / 2**20,
-                at_most=True, unit="MiB", note="staging budget of 256 MiB and 64 MiB, at any size of the file",
+                name="peak of host memory above the start",
+                value=max(most, default=None),
+                bound=(STAGING + SLACK) / 2**20,
+                at_most=True,
+                unit="MiB",
+                note="staging budget of 256 MiB and 64 MiB, at any size of the file",
             )
-        )  # fmt: skip
+        )
 
     def _job(self, file: Path, *, touch: int) -> dict[str, Any]:
         return {"file": str(file), "bytes": tensor_bytes(file), "touch": touch}
@@ -284,9 +276,14 @@ class Suite:
         peers: list[tuple[str, str, tuple[str, ...], dict[str, str], dict[str, Any]]] = [
             ("gguf.GGUFReader, copied", "gguf_reader", ("gguf",), {}, buffered),
             ("Run:ai streamer", "runai_ranges", RUNAI, {}, ranges),
-            ("Run:ai streamer, 256 MiB, sync_buffered", "runai_ranges", RUNAI,
-             {"RUNAI_STREAMER_MEMORY_LIMIT": str(STAGING), "RUNAI_STREAMER_FS_STRATEGY": "sync_buffered"}, ranges | buffered),
-        ]  # fmt: skip
+            (
+                "Run:ai streamer, 256 MiB, sync_buffered",
+                "runai_ranges",
+                RUNAI,
+                {"RUNAI_STREAMER_MEMORY_LIMIT": str(STAGING), "RUNAI_STREAMER_FS_STRATEGY": "sync_buffered"},
+                ranges | buffered,
+            ),
+        ]
         if file.parent == CACHE:
             peers.append(
                 (
@@ -334,10 +331,13 @@ class Suite:
         worst = max(shares, key=lambda name: shares[name], default=None)
         self.run.targets.append(
             Target(
-                name=f"{what}: first of 24 layers ready, of the whole time", value=shares[worst] if worst else None, bound=0.1,
-                at_most=True, note=f"the worst run, {worst}" if worst else "",
+                name=f"{what}: first of 24 layers ready, of the whole time",
+                value=shares[worst] if worst else None,
+                bound=0.1,
+                at_most=True,
+                note=f"the worst run, {worst}" if worst else "",
             )
-        )  # fmt: skip
+        )
 
 
 PARTS = ("header", "cold", "warm", "model", "many", "several", "digest", "peak")
@@ -346,6 +346,16 @@ PARTS = ("header", "cold", "warm", "model", "many", "several", "digest", "peak")
 
 def _ratio(a: float | None, b: float | None) -> float | None:
     return a / b if a and b else None
+
+
+def _limit(name: str, function: str, file: Path, *, touch: int = 0, **arguments: Any) -> Contestant:
+    return Contestant(
+        name=name,
+        function=f"bench.raw_reads:{function}",
+        arguments=arguments,
+        limit=True,
+        job={"file": str(file), "touch": touch},
+    )
 
 
 def _threads(n: int) -> str:

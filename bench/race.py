@@ -19,7 +19,7 @@ from typing import Any
 
 from bench.machine import make_cold, make_warm, version
 
-__all__ = ["Contestant", "Outcome", "best", "race"]
+__all__ = ["ROOT", "Contestant", "Outcome", "best", "race"]
 
 START_SECONDS = 120.0
 ROOT = Path(__file__).parents[1]

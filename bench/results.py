@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.race import Outcome
+from bench.race import ROOT, Outcome
 
 __all__ = ["Run", "Section", "Target"]
 
@@ -146,9 +146,9 @@ class Run:
     def write(self, path: Path) -> list[Path]:
         """JSON at ``path``; beside it Markdown, a plot, and a page of both. Returns what was written."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        path.write_text(_relative(json.dumps(self.to_dict(), indent=1)) + "\n", encoding="utf-8")
         written = [path, path.with_suffix(".md")]
-        written[1].write_text(self.markdown(), encoding="utf-8")
+        written[1].write_text(_relative(self.markdown()), encoding="utf-8")
         try:
             from bench.plot import draw
         except ImportError as error:
@@ -157,8 +157,13 @@ class Run:
             written.append(path.with_suffix(".png"))
             draw(self, written[-1])
         written.append(path.with_suffix(".html"))
-        written[-1].write_text(_page(self, path.with_suffix(".png").name), encoding="utf-8")
+        written[-1].write_text(_relative(_page(self, path.with_suffix(".png").name)), encoding="utf-8")
         return written
+
+
+def _relative(text: str) -> str:
+    """Without the place where the project lies on this machine."""
+    return text.replace(f"{ROOT}/", "")
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
