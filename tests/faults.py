@@ -8,7 +8,6 @@ the library's pass by.
 from __future__ import annotations
 
 import ctypes
-import errno
 import fcntl
 import io
 import mmap
@@ -33,7 +32,7 @@ Action = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 _ADVICE = {1: "RANDOM", 3: "WILLNEED", 4: "DONTNEED", 22: "POPULATE_READ"}
 _SYSCALLS = {451: "cachestat", 206: "io_setup", 207: "io_destroy", 208: "io_getevents", 209: "io_submit"}
-_FROM_PYTHON = ("stat", "open", "fstat", "preadv", "close", "dup", "posix_fadvise", "lseek", "memfd_create", "ftruncate", "pread", "pwrite")  # fmt: skip
+_FROM_PYTHON = ("stat", "open", "fstat", "preadv", "close", "dup", "posix_fadvise", "lseek", "memfd_create", "ftruncate", "pwrite")  # fmt: skip
 _FROM_C = ("madvise", "mincore", "syscall", "process_madvise", "process_vm_readv")
 
 
@@ -207,7 +206,7 @@ def short(share: float) -> Action:
                 kept = min(count, part_of(sum(memoryview(buffer).nbytes for buffer in arguments[1])))
                 _poison(arguments[1], kept)
                 return kept
-            case "pread" | "pwrite":
+            case "pwrite":
                 return real(arguments[0], memoryview(arguments[1])[: part_of(len(arguments[1]))], *arguments[2:])
             case "process_vm_readv":
                 process, local, _, *rest = arguments
@@ -226,8 +225,3 @@ def _poison(buffers: Sequence[Any], kept: int) -> None:
         memory = np.frombuffer(buffer, np.uint8)
         memory[kept:] = 0xEE
         kept = max(0, kept - memory.size)
-
-
-EINTR, EIO, EINVAL, ENOMEM, EFAULT, EMFILE = (
-    errno.EINTR, errno.EIO, errno.EINVAL, errno.ENOMEM, errno.EFAULT, errno.EMFILE
-)  # fmt: skip
