@@ -211,7 +211,7 @@ def fastsafetensors() -> Load:
 
 
 def llama_cpp(*, use_mmap: bool) -> Load:
-    """``llama_model_load_from_file`` on the processor; with a mapping it reads hardly anything before it is used."""
+    """``llama_model_load_from_file`` on the processor."""
     import llama_cpp
 
     llama_cpp.llama_backend_init()

@@ -167,8 +167,7 @@ class Suite:
         reader = [c for c in self._peers(job) if c.name == "gguf.GGUFReader, copied" and self.has_time]
         self._race(f"{GEMMA.name}, all of a load (warm)", [*ours, *llama, *reader], patience=5)
         self.run.notes.append(
-            "llama.cpp also builds its vocabulary and, unmapped, repacks for the processor; mapped, it reads hardly anything "
-            "before the first use."
+            "llama.cpp's time includes building its vocabulary, ours leaves it in the file until it is asked for."
         )
 
     def many(self) -> None:
