@@ -231,7 +231,7 @@ async def test_every_backend(tmp_path: Path, profile: str, lazy: Any, tied: bool
 @pytest.mark.asyncio
 async def test_on_vulkan(tmp_path: Path, direct: bool) -> None:
     path = model_file(tmp_path, "Q6_K")
-    with open_backend("vulkan", device="llvmpipe", direct=direct) as backend:
+    with open_backend("vulkan", device="llvmpipe", direct=direct, validation=True) as backend:
         async with await ggufstream.load(path, backend=backend, lazy="on") as model:
             assert model[TIED].layout.name == "planar"
             for name in (TABLE, TIED):
