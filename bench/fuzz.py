@@ -21,7 +21,6 @@ import logging
 import multiprocessing
 import os
 import resource
-import shutil
 import signal
 import sys
 import tempfile
@@ -160,8 +159,14 @@ def keep(escape: Escape, seed: int, files: Files, trace: str, out: Path) -> Esca
     return Escape(**{**asdict(escape), "folder": str(folder)})
 
 
-def prepare() -> Tools:
-    """Make this process fit for executions."""
+def memory_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder in memory, where there is one; whoever has made it removes it, however its processes end."""
+    memory = Path("/dev/shm")
+    return tempfile.TemporaryDirectory(prefix="ggufstream-fuzz-", dir=memory if memory.is_dir() else None)
+
+
+def prepare(folder: str) -> Tools:
+    """Make this process fit for executions, with files in ``folder``."""
     warnings.simplefilter("error")  # one that a user would see
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, resource.getrlimit(resource.RLIMIT_AS)[1]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -172,11 +177,7 @@ def prepare() -> Tools:
     log.addHandler(logging.NullHandler())
     log.propagate = False
     log.setLevel(logging.DEBUG)
-    memory = Path("/dev/shm")
-    folder = tempfile.mkdtemp(prefix="ggufstream-fuzz-", dir=memory if memory.is_dir() else None)
-    tools = Tools(Path(folder))
-    tools.stack.callback(shutil.rmtree, folder, ignore_errors=True)
-    return tools
+    return Tools(Path(tempfile.mkdtemp(dir=folder)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +187,7 @@ class Task:
     seed: int
     stages: Mapping[str, Stage]
     limits: Limits
+    folder: str
     out: Path
 
 
@@ -193,7 +195,7 @@ def worker(task: Task, numbers: range, seconds: float, current: Any, slot: int, 
     """Run the executions of these numbers for so long; report counts each second, and escapes at once."""
     seed, stages, limits, out = task.seed, task.stages, task.limits, task.out
     faulthandler.disable()
-    tools = prepare()
+    tools = prepare(task.folder)
     counts, said, found = Counts(), time.monotonic(), 0
     until = said + seconds
     settled, resident = 0, resident_bytes()
@@ -285,7 +287,8 @@ def fuzz(
     context = multiprocessing.get_context("spawn")
     started, used = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     result = Result(seed=seed, processes=processes)
-    task = Task(seed=seed, stages=stages, limits=limits, out=out)
+    scratch = memory_folder()
+    task = Task(seed=seed, stages=stages, limits=limits, folder=scratch.name, out=out)
     current = context.RawArray("Q", 2 * processes)
     running: dict[Connection, tuple[multiprocessing.process.BaseProcess, int]] = {}
 
@@ -328,6 +331,8 @@ def fuzz(
     finally:
         for process, _ in running.values():
             process.kill()
+            process.join()
+        scratch.cleanup()
     result.seconds = time.monotonic() - started
     now = resource.getrusage(resource.RUSAGE_CHILDREN)
     result.cpu_seconds = now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
@@ -347,9 +352,10 @@ def _death(exit_code: int, seed: int, number: int, stages: Mapping[str, Stage], 
 def repeat(seed: int, number: int) -> None:
     """Run one execution again, here, and show what comes of it."""
     name, dice = drawn(seed, number, STAGES)
-    tools = prepare()
-    with tools.stack, contextlib.closing(tools.loop):
-        outcome, error = execute(STAGES[name], dice, tools, Limits())
+    with memory_folder() as folder:
+        tools = prepare(folder)
+        with tools.stack, contextlib.closing(tools.loop):
+            outcome, error = execute(STAGES[name], dice, tools, Limits())
         print(f"{name}: {outcome}")
         if error is not None:
             traceback.print_exception(error)

@@ -10,6 +10,7 @@ from contextlib import closing, suppress
 from itertools import count
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given, settings
@@ -160,10 +161,13 @@ def test_every_kind_of_escape_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_is_reported_and_replaced(tmp_path: Path) -> None:
+def test_a_process_that_dies_is_reported_and_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch = TemporaryDirectory(dir=tmp_path)
+    monkeypatch.setattr(fuzz, "memory_folder", lambda: scratch)
     result = fuzzed(tmp_path, 3, Limits(patience_seconds=2), death=_death, deaf=_deaf)
     assert [escape.number for escape in result.escapes] == [0, 1, 2]
     assert {(escape.stage, escape.kind) for escape in result.escapes} == {("death", "death"), ("deaf", "hang")}
+    assert not Path(scratch.name).exists()
     assert "SIGBUS" in next(escape.what for escape in result.escapes if escape.stage == "death")
 
 
