@@ -52,11 +52,6 @@ class Arena(ABC):
     def needs_growth(self, index: int) -> bool:
         """Whether slice ``index`` has no memory yet."""
 
-    @property
-    @abstractmethod
-    def upcoming(self) -> int | None:
-        """The first slice that has no memory yet."""
-
     @abstractmethod
     def grow_to(self, index: int) -> None:
         """Get memory for slice ``index``. Blocks.
@@ -106,10 +101,6 @@ class ChunkArena(Arena):
 
     def needs_growth(self, index: int) -> bool:
         return index >= len(self._places)
-
-    @property
-    def upcoming(self) -> int | None:
-        return len(self._places) if len(self._places) < len(self._sizes) else None
 
     def grow_to(self, index: int) -> None:
         while self.needs_growth(index):
@@ -183,6 +174,7 @@ class MappedArena(Arena):
 
     @property
     def upcoming(self) -> int | None:
+        """The first slice that has no memory yet."""
         # Only ever further: what is mapped stays mapped.
         while self._first < len(self._places) and not self.needs_growth(self._first):
             self._first += 1

@@ -75,7 +75,10 @@ class Residency:
     def __init__(self, descriptor: int, size: int) -> None:
         self.size = size
         self.pages: npt.NDArray[np.bool_] = np.zeros(-(-size // PAGE), np.bool_)
-        if size:
+        cached = cached_bytes(descriptor) if size else 0
+        if cached == self.pages.size * PAGE:
+            self.pages[:] = True
+        elif cached != 0:
             try:
                 mapping = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
             except (OSError, ValueError):  # some FUSE file systems map nothing, and a file may just have been cut

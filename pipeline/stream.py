@@ -2,11 +2,10 @@
 
 ::
 
-    feed ──ranges──► workers ──packed──► settle ──arrived──► release
-     budget, arenas   read + repack,      wait for the        drop pages
-                      submit              device's tickets
-      ▲                                     │ progress          │ moved
-      └───────── budget ◄──────── tell ◄────┴───────────────────┘
+    grow ──runs──► feed ──ranges──► workers ──packed──► submit ──► settle ──arrived──► release
+     arenas         budget           read + repack       upload    wait for tickets     drop pages
+                      ▲                                                 │ progress         │ moved
+                      └── budget ◄─── tell ◄────────────────────────────┴──────────────────┘
 
 The event loop decides which range goes next, counts the budget and tells what is done; it is woken for as many ranges
 as there are news of. All else happens in worker threads, which pass ranges on among themselves: a way through the event
@@ -27,7 +26,7 @@ from functools import partial
 from typing import Literal, TypeAlias, TypeVar
 
 import anyio
-from anyio.abc import TaskGroup
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from ggufstream.backends.arena import Arena
 from ggufstream.backends.base import Backend
@@ -46,7 +45,7 @@ from ggufstream.read import Source
 from ggufstream.release import Releaser
 from ggufstream.repack import destinations, flush, pack, pieces, staged_bytes, staged_copies
 from ggufstream.threads import Lane, Mailbox, clean_up_in_thread, in_thread
-from ggufstream.upload import InFlight, SlabPool, Uploads
+from ggufstream.upload import SlabPool, Upload, Uploads
 
 __all__ = ["Stream", "default_workers"]
 
@@ -59,6 +58,9 @@ Kind: TypeAlias = tuple[str, bool]
 
 SAMPLE_SECONDS = 0.02
 """Counters are sampled at most that often."""
+
+CHUNKS_AHEAD = 3
+"""Chunks that may be allocated before the feeder comes to them, and one that is being allocated."""
 
 MEASURE_SECONDS = 0.002
 """Memory is measured at most that often."""
@@ -131,15 +133,13 @@ class Stream:
         """The range that waits for budget: its kind, and how much."""
         self._times: dict[int, list[StageTime]] = {}
         """Of the ranges under way, by index."""
-        self._submitted: dict[int, float] = {}
-        """When the uploads in flight began, by index."""
         self._sampled_at = 0.0
         self._measured_at = 0.0
         self._moving = len(plan.ranges)
         """Ranges that have not been through all stages."""
         self._feeding = True
-        # Settling, releasing, growing and giving back have a thread each.
-        self._threads_total = self.workers + 4
+        # Submitting, settling, releasing, growing and giving back have a thread each.
+        self._threads_total = self.workers + 5
         self._threads = ThreadPoolExecutor(self._threads_total, thread_name_prefix="ggufstream")
         self._bytes_done = 0
         self._bytes_total = plan.stream_bytes
@@ -147,12 +147,12 @@ class Stream:
         self._tensors_total = len(self._left)
         self._first_layer = {i for i in self._left if plan.entries[i].layer <= FIRST_LAYER}
         self._started = 0.0
-        self._growing = anyio.Lock()
         self._probing = anyio.CancelScope()
         self._window = anyio.Semaphore(2 * self.workers + 2, fast_acquire=True)
         """Ranges under way: enough that no worker waits for the event loop."""
         self._todo: Lane[Range] = Lane()
         self._packed: Lane[Range] = Lane()
+        self._submitted: Lane[Range] = Lane()
         self._arrived: Lane[Range] = Lane()
         self._news: Mailbox[tuple[Callable[[Range], None], Range]] = Mailbox()
 
@@ -166,9 +166,12 @@ class Stream:
         try:
             await in_thread(self._start_threads)
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._feed, tasks)
+                send_runs, runs = anyio.create_memory_object_stream[Sequence[Range]](CHUNKS_AHEAD)
+                tasks.start_soon(self._grow, send_runs)
+                tasks.start_soon(self._feed, runs)
                 for _ in range(self.workers):
                     tasks.start_soon(self._hop, self._work)
+                tasks.start_soon(self._hop, self._submit)
                 tasks.start_soon(self._hop, self._settle)
                 tasks.start_soon(self._hop, self._release)
                 tasks.start_soon(self._tell)
@@ -267,18 +270,42 @@ class Stream:
     def _is_verbatim(self, part: Range) -> bool:
         return all(self._plan.entries[piece.entry].layout.verbatim for piece in part.pieces)
 
-    async def _feed(self, tasks: TaskGroup) -> None:
-        """Send ranges out in order, each when the budget has room for it and its slices have memory."""
-        for part in self._plan.ranges:
-            await self._window.acquire()
-            await self._charge(part)
-            arena = self._arenas[part.arena]
-            last = max(self._plan.entries[piece.entry].slices[piece.part].index for piece in part.pieces)
-            if arena.needs_growth(last):
-                await self._grow(arena, last)
-                # The next chunk is allocated while this one is filled.
-                tasks.start_soon(self._grow, arena, arena.upcoming)
-            self._todo.put(part)
+    async def _grow(self, runs: MemoryObjectSendStream[Sequence[Range]]) -> None:
+        """Have memory for the slices of all ranges, in order, some chunks ahead: it takes a device as long to allocate one
+        as to fill it. Passes on the ranges that have memory.
+        """
+        ranges, first = self._plan.ranges, 0
+        async with runs:
+            for part in ranges:
+                arena = self._arenas[part.arena]
+                last = max(self._plan.entries[piece.entry].slices[piece.part].index for piece in part.pieces)
+                if not arena.needs_growth(last):
+                    continue
+                if part.index > first:
+                    await runs.send(ranges[first : part.index])
+                    first = part.index
+                known = len(arena.chunks)
+                await self._hop(partial(self._grow_to, arena, last))
+                for chunk in arena.chunks[known:]:
+                    self._emit(
+                        ArenaGrown(
+                            load_id=self._load_id,
+                            arena=arena.name,
+                            chunk_bytes=chunk.nbytes,
+                            allocated_bytes=arena.allocated_bytes,
+                            planned_bytes=arena.planned_bytes,
+                        )
+                    )
+            await runs.send(ranges[first:])
+
+    async def _feed(self, runs: MemoryObjectReceiveStream[Sequence[Range]]) -> None:
+        """Send ranges out in order, each when the budget has room for it."""
+        async with runs:
+            async for ranges in runs:
+                for part in ranges:
+                    await self._window.acquire()
+                    await self._charge(part)
+                    self._todo.put(part)
         self._feeding = False
         self._todo.close()
 
@@ -311,23 +338,6 @@ class Stream:
         for pool in (self._scratch, *self._staging):
             pool.close()
 
-    async def _grow(self, arena: Arena, index: int | None) -> None:
-        async with self._growing:
-            if index is None or not arena.needs_growth(index):
-                return
-            known = len(arena.chunks)
-            await self._hop(partial(self._grow_to, arena, index))
-            for chunk in arena.chunks[known:]:
-                self._emit(
-                    ArenaGrown(
-                        load_id=self._load_id,
-                        arena=arena.name,
-                        chunk_bytes=chunk.nbytes,
-                        allocated_bytes=arena.allocated_bytes,
-                        planned_bytes=arena.planned_bytes,
-                    )
-                )
-
     def _grow_to(self, arena: Arena, index: int) -> None:
         with located(self._device_of(arena.name), "growing its arena"):
             arena.grow_to(index)
@@ -359,7 +369,7 @@ class Stream:
                 self._arrive(part)
 
     def _process(self, part: Range) -> None:
-        """Read and pack one range, and submit its upload where it is staged. Runs in a thread."""
+        """Read and pack one range, to its place or into staging memory. Runs in a thread."""
         try:
             arena, arena_plan = self._arenas[part.arena], self._plan.arenas[part.arena]
             if arena_plan.spans:
@@ -378,12 +388,10 @@ class Stream:
                 alignment = self._plan.devices[device].plane_alignment
                 runs, copies = staged_copies(part, self._plan, arena, staging, alignment)
                 self._fill(part, runs)
-                self._submitted[part.index] = time.perf_counter()
-                ticket = self._backends[device].upload(staging, copies)
             except BaseException:
                 pool.give(staging)
                 raise
-            self._uploads.add(InFlight(part=part, pool=pool, staging=staging, ticket=ticket))
+            self._uploads.add(Upload(part=part, pool=pool, staging=staging, copies=copies))
         except MemoryError as error:
             if isinstance(error, GGUFStreamError):
                 raise
@@ -420,10 +428,21 @@ class Stream:
             pack(part, self._plan, data, runs)
         self._checks.update(part, pieces(part, data))  # last: the bytes are near, and those before have been checked
 
+    def _submit(self) -> None:
+        """Start the uploads of what is packed. One thread."""
+        for _ in range(self._unsettled.total()):
+            if (part := self._packed.get()) is None:
+                return
+            device = self._plan.arenas[part.arena].device
+            assert device is not None
+            with self._located(part):
+                self._uploads.submit(part, self._backends[device])
+            self._submitted.put(part)
+
     def _settle(self) -> None:
         """Wait for the device, in order of upload. One thread."""
         for _ in range(self._unsettled.total()):
-            if (part := self._packed.get()) is None:
+            if (part := self._submitted.get()) is None:
                 return
             self._settle_one(part)
             self._arrive(part)
@@ -435,10 +454,9 @@ class Stream:
 
     def _settle_one(self, part: Range) -> None:
         with self._located(part):
-            self._uploads.settle(part)
-        submitted = self._submitted.pop(part.index)
+            started = self._uploads.settle(part)
         self._times[part.index].append(
-            StageTime("upload", self._plan.arenas[part.arena].name, submitted, time.perf_counter())
+            StageTime("upload", self._plan.arenas[part.arena].name, started, time.perf_counter())
         )
         device = self._plan.arenas[part.arena].device
         self._unsettled[device] -= 1
@@ -495,7 +513,7 @@ class Stream:
             self._sample()
             self._probing.cancel()
         finally:
-            for lane in (self._todo, self._packed, self._arrived):
+            for lane in (self._todo, self._packed, self._submitted, self._arrived):
                 lane.stop()  # however this ends, no thread waits for more
             self._checks.stop()
 

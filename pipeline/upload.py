@@ -6,26 +6,31 @@ Direct placement has no use for it: there a packed range is on the device at onc
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
-from ggufstream.backends.base import Staging, Ticket
+from ggufstream.backends.base import Backend, Copy, Staging, Ticket
 from ggufstream.errors import DeviceError
 from ggufstream.ranges import Range
 
-__all__ = ["InFlight", "SlabPool", "Uploads"]
+__all__ = ["SlabPool", "Upload", "Uploads"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InFlight:
-    """A range that the device is copying."""
+@dataclass(slots=True, kw_only=True)
+class Upload:
+    """A range in staging memory, on its way to the device."""
 
     part: Range
     pool: SlabPool
     """Where the staging memory goes back to."""
     staging: Staging
-    ticket: Ticket
+    copies: Sequence[Copy]
+    started: float = 0.0
+    """On ``time.perf_counter``."""
+    ticket: Ticket | None = None
+    """Once the device copies it."""
 
 
 class SlabPool:
@@ -62,40 +67,49 @@ class SlabPool:
 
 
 class Uploads:
-    """Tickets that have not finished. Worker threads add them, so that none is lost when its task is cancelled."""
+    """Ranges in staging memory, by index. Worker threads add them, so that none is lost when its task is cancelled."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._in_flight: dict[int, InFlight] = {}
+        self._under_way: dict[int, Upload] = {}
 
-    def add(self, upload: InFlight) -> None:
+    def add(self, upload: Upload) -> None:
+        """A range is packed."""
         with self._lock:
-            self._in_flight[upload.part.index] = upload
+            self._under_way[upload.part.index] = upload
 
     def __len__(self) -> int:
-        return len(self._in_flight)
+        return len(self._under_way)
 
-    def settle(self, part: Range) -> None:
+    def submit(self, part: Range, backend: Backend) -> None:
+        """Start the upload of a range. One thread: others would only queue for the device, lock in hand."""
+        upload = self._under_way[part.index]
+        upload.started = time.perf_counter()
+        upload.ticket = backend.upload(upload.staging, upload.copies)
+
+    def settle(self, part: Range) -> float:
         """Block until the device has finished a range, and take its staging memory back.
+
+        Returns:
+            When its upload was started, on ``time.perf_counter``.
 
         Raises:
             DeviceLostError: The device gave up. The staging memory is freed by ``drain``.
         """
-        upload = self._in_flight[part.index]
+        upload = self._under_way[part.index]
+        assert upload.ticket is not None
         upload.ticket.wait()
         with self._lock:
-            del self._in_flight[part.index]
+            del self._under_way[part.index]
         upload.pool.give(upload.staging)
+        return upload.started
 
     def drain(self) -> None:
         """Wait for whatever is in flight, and free its staging memory. For the end of a load, however it ends."""
-        with ExitStack() as ending:  # all, even if one fails
-            while self._in_flight:
-                _, upload = self._in_flight.popitem()
-                ending.callback(upload.staging.close)
-                ending.callback(_wait, upload.ticket)
-
-
-def _wait(ticket: Ticket) -> None:
-    with suppress(DeviceError):  # a lost device writes no more; its memory is given back all the same
-        ticket.wait()
+        with ExitStack() as memory:
+            while self._under_way:
+                _, upload = self._under_way.popitem()
+                memory.callback(upload.staging.close)
+                if upload.ticket is not None:
+                    with suppress(DeviceError):  # a lost device writes no more; its memory is given back all the same
+                        upload.ticket.wait()

@@ -142,9 +142,31 @@ def test_a_file_that_cannot_be_mapped_counts_as_cached(
     def refuse(*arguments: Any, **options: Any) -> Any:
         raise OSError(number, os.strerror(number))
 
+    os.posix_fadvise(descriptor, 0, PAGE, os.POSIX_FADV_DONTNEED)  # a page of some that are cached
+    os.pread(descriptor, PAGE, 50 * PAGE)
     monkeypatch.setattr(mmap, "mmap", refuse)
     seen = Residency(descriptor, SIZE)
     assert (seen.fraction, seen.cached_bytes) == (1.0, SIZE)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_all_or_nothing_is_known_without_a_look_at_each_page(
+    descriptor: int, cached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if pages.cached_bytes(descriptor) is None:
+        pytest.skip("a kernel without cachestat")
+
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise AssertionError("mapped")
+
+    if cached:
+        os.pread(descriptor, SIZE, 0)
+    else:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    seen = Residency(descriptor, SIZE)
+    assert (seen.fraction, seen.cached_bytes) == ((1.0, SIZE) if cached else (0.0, 0))
 
 
 def test_a_file_that_was_cut_meanwhile_does_not_stop_the_look(descriptor: int) -> None:
@@ -156,6 +178,10 @@ def test_mincore_that_fails_counts_as_cached(descriptor: int, monkeypatch: pytes
     class Refusing:
         @staticmethod
         def mincore(*arguments: Any) -> int:
+            return -1
+
+        @staticmethod
+        def syscall(*arguments: Any) -> int:
             return -1
 
     monkeypatch.setattr(pages, "_libc", Refusing)

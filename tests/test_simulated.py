@@ -33,7 +33,7 @@ from ggufstream.loader import load
 from ggufstream.pages import PAGE
 from ggufstream.ranges import Range
 from ggufstream.repack import destinations, flush, pack, staged_bytes, staged_copies
-from ggufstream.upload import InFlight, SlabPool, Uploads
+from ggufstream.upload import SlabPool, Upload, Uploads
 from ggufstream.verification import verify
 from tests.plans import Device, Spec, index_of, plan_of
 from tests.small_models import write_model
@@ -428,7 +428,8 @@ def send(
     assert all(copy.source_offset >= end for copy, end in zip(copies[1:], ends, strict=False))
     assert max(ends) <= staged_bytes(part, alignment) <= staging.nbytes
     pack(part, load_plan, source, runs)
-    uploads.add(InFlight(pool=pool, part=part, staging=staging, ticket=backend.upload(staging, copies)))
+    uploads.add(Upload(pool=pool, part=part, staging=staging, copies=copies))
+    uploads.submit(part, backend)
 
 
 def check_slices(load_plan: LoadPlan, file: Bytes, arena: Arena, backend: Backend) -> None:
@@ -463,7 +464,8 @@ class FakeTicket(DoneTicket):
 def flying(pool: SlabPool, tickets: Sequence[Ticket]) -> Uploads:
     uploads = Uploads()
     for number, ticket in enumerate(tickets):
-        uploads.add(InFlight(pool=pool, part=part_number(number), staging=pool.take(), ticket=ticket))
+        part = part_number(number)
+        uploads.add(Upload(pool=pool, part=part, staging=pool.take(), copies=(), ticket=ticket))
     return uploads
 
 

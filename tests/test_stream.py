@@ -66,22 +66,34 @@ async def test_a_mailbox_loses_nothing_and_keeps_each_sender_in_order() -> None:
 async def test_budget_left_while_slabs_are_freed_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranges of two kinds take turns, and all that are under way end while the feeder frees the slabs of one."""
+    """The feeder frees slabs of another kind, and all that is under way ends before it asks for budget."""
     feeding: ContextVar[bool] = ContextVar("feeding", default=False)
-    charge, give_spare = Stream._charge, Stream._give_spare
-    freed = 0
+    charge, give_spare, process = Stream._charge, Stream._give_spare, Stream._process
+    go_on = threading.Event()
+
+    def turn(self: Stream) -> int:
+        """The first range of a new kind that follows two of another."""
+        kinds = [self._kind(part) for part in self._plan.ranges]
+        return next(i for i in range(2, len(kinds)) if kinds[i - 2] == kinds[i - 1] != kinds[i])
+
+    def processed(self: Stream, part: Range) -> None:
+        if part.index == turn(self) - 1:
+            assert go_on.wait(10)
+        process(self, part)
 
     async def charged(self: Stream, part: Range) -> None:
         feeding.set(True)
+        if part.index == turn(self):
+            await until(lambda: len(self._charged) == 1)
         await charge(self, part)
 
     async def given_when_all_have_ended(self: Stream) -> None:
-        nonlocal freed
         await give_spare(self)
         if feeding.get():
-            freed += 1
+            go_on.set()
             await until(lambda: not self._charged)
 
+    monkeypatch.setattr(Stream, "_process", processed)
     monkeypatch.setattr(Stream, "_charge", charged)
     monkeypatch.setattr(Stream, "_give_spare", given_when_all_have_ended)
     path = write_model(tmp_path / "mixed.gguf")
@@ -89,4 +101,4 @@ async def test_budget_left_while_slabs_are_freed_is_not_waited_for(
     with SimulatedBackend("discrete-24g") as backend:
         async with asyncio.timeout(20), await ggufstream.load(path, backend=backend, **options) as model:
             assert model.report.streamed_bytes > 0
-    assert freed
+    assert go_on.is_set()
