@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from ggufstream.errors import printable
@@ -53,12 +54,19 @@ class Interrupted(BaseException):
         super().__init__(f"interrupted by {signal.Signals(signum).name}")
 
 
-_caught: list[int] = []
-"""The signal that cancels the work."""
-_printed: list[int] = []
-"""Characters of results that were written to stdout, or begun to be."""
-_cancel: Callable[[], object] | None = None
-"""Cancels the work, where some runs that a signal should not just cut off."""
+class _State:
+    """What a signal finds. There is one, as a process has one terminal, and signals are its own."""
+
+    def __init__(self) -> None:
+        self.caught: int | None = None
+        """The signal that cancels the work."""
+        self.has_printed = False
+        """Results were written to stdout, or begun to be."""
+        self.cancel: Callable[[], object] | None = None
+        """Cancels the work, where some runs that a signal should not just cut off."""
+
+
+_state = _State()
 
 
 @contextlib.contextmanager
@@ -69,17 +77,17 @@ def signals_handled(say: Callable[[Interrupted], object] = lambda _: None) -> It
     ``say`` is called before the process ends because nothing ran, unless results are being printed: who reads them may
     not read on, and half a result and an object about an error make neither.
     """
-    _printed.clear()
+    _state.has_printed = False
 
     def handle(signum: int, _: object) -> None:
-        if _caught:
+        if _state.caught is not None:
             _end_at_once(signum)
-        if _cancel is not None:
-            _caught.append(signum)
-            _cancel()
+        if _state.cancel is not None:
+            _state.caught = signum
+            _state.cancel()
             return
         try:
-            if not _printed:
+            if not _state.has_printed:
                 say(Interrupted(signum))
         finally:
             _end_at_once(signum)
@@ -88,7 +96,7 @@ def signals_handled(say: Callable[[Interrupted], object] = lambda _: None) -> It
     try:
         yield
     finally:
-        _caught.clear()
+        _state.caught = None
         for signum, handler in before.items():
             signal.signal(signum, handler)
 
@@ -109,18 +117,17 @@ async def _supervise(work: Callable[[], Awaitable[_T]]) -> _T:
 
     import anyio
 
-    global _cancel  # noqa: PLW0603 - a process has one terminal, and signals are its own
     scope = anyio.CancelScope()
     loop = asyncio.get_running_loop()
     results: list[_T] = []
-    _cancel = lambda: loop.call_soon_threadsafe(scope.cancel)  # noqa: E731
+    _state.cancel = partial(loop.call_soon_threadsafe, scope.cancel)
     try:
         with scope:
             results.append(await work())
     finally:
-        _cancel = None
-    if _caught:
-        raise Interrupted(_caught[0])
+        _state.cancel = None
+    if _state.caught is not None:
+        raise Interrupted(_state.caught)
     return results[0]
 
 
@@ -147,7 +154,7 @@ def write_out(text: str) -> None:
         BrokenPipeError: Whoever read it has left.
         OutputError: Anything else went wrong.
     """
-    _printed.append(len(text))
+    _state.has_printed = True
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
