@@ -6,7 +6,8 @@ range that is not done never waits, and whatever ends the stream calls :meth:`Ch
 is hashed is what is packed: bytes are not read a second time for it.
 
 Digests of tensors find corruption: xxh3 and xxh64 are fast, but no match for an attacker who can write the file. Against
-one there is the sha256 of the whole file, which reads it once more beside the stream, as tables that stay in the file are read.
+one there is the sha256 of the whole file, for which it is read once more, beside the stream. Tables that stay in the file
+are read there, too.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def new_hash(algorithm: str) -> Hash:
     Raises:
         MissingPackageError: The package ``xxhash`` is not installed.
     """
-    if algorithm not in ALGORITHMS:
+    if not algorithm.startswith("xxh"):
         return hashlib.new(algorithm, usedforsecurity=algorithm == "sha256")
     try:
         import xxhash
@@ -140,7 +141,7 @@ class Checks:
         passed: Is called with a shard and its pages, first and one past the last, that were read beside the stream.
 
     Raises:
-        OptionError: There are as many shards as ``sha256`` has not.
+        OptionError: ``sha256`` does not have one digest for each shard.
         MissingPackageError: The package for the manifest's digests is not installed.
     """
 

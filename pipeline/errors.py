@@ -12,7 +12,7 @@
     │   ├── UnsupportedFileError         valid, but a version or type that is not handled
     │   ├── FileChangedError             changed between two looks during one load
     │   ├── DigestMismatchError          bytes are not those that a digest was made of
-    │   └── ManifestError                digests of tensors that are none, or not of this file
+    │   └── ManifestError                no manifest of digests, or not the one of this file
     ├── DeviceError                      a backend, a device or memory     (exit 4)
     │   ├── BackendUnavailableError      a library or driver is missing
     │   ├── NoDeviceError                the backend works, but no device fits
@@ -202,7 +202,7 @@ class DigestMismatchError(FileError, ValueError):
 
 
 class ManifestError(FileError, ValueError):
-    """``file`` is no manifest of tensors' digests, or not that of the model; ``tensor`` is missing in one of the two."""
+    """``file`` is no manifest of digests, or not the model's. ``tensor``, where known, is in only one of the two."""
 
 
 class DeviceError(GGUFStreamError):

@@ -36,7 +36,7 @@ from ggufstream.events import (
 from ggufstream.file_bytes import close_file
 from ggufstream.gguf_file import FileIndex, read_index
 from ggufstream.load_plan import ArenaPlan, LoadPlan
-from ggufstream.manifest import Manifest, read_manifest
+from ggufstream.manifest import read_manifest
 from ggufstream.memory_limits import available_memory
 from ggufstream.options import LoadOptions, Placement
 from ggufstream.pages import Residency, cached_bytes, rss_bytes
@@ -186,7 +186,16 @@ class Execution:
             closed=self._closed,
         )
         self.lease = storage.lease()
-        checks = await in_thread(partial(self._checks, load_plan, sources, manifest, releaser))
+        checks = await in_thread(  # imports the package that makes digests
+            partial(
+                Checks,
+                plan=load_plan,
+                sources=sources,
+                manifest=manifest,
+                sha256=self._options.sha256,
+                passed=releaser.passed,
+            )
+        )
         self._emit(self._planned(load_plan, sources))
         stream = Stream(
             load_id=self._load_id,
@@ -424,18 +433,6 @@ class Execution:
             allocate=backend.allocate,
             slice_bytes=arena_plan.slice_bytes,
             chunk_bytes=min(self._options.chunk_bytes or device.chunk_bytes, device.max_chunk_bytes),
-        )
-
-    def _checks(
-        self, load_plan: LoadPlan, sources: Sequence[Source], manifest: Manifest | None, releaser: Releaser
-    ) -> Checks:
-        """What is to be compared with digests. Imports the package that makes them."""
-        return Checks(
-            plan=load_plan,
-            sources=sources,
-            manifest=manifest,
-            sha256=self._options.sha256,
-            passed=releaser.passed,
         )
 
     def _keep_descriptors(self, load_plan: LoadPlan, sources: Sequence[Source]) -> dict[int, int]:

@@ -23,7 +23,7 @@ from ggufstream.threads import in_thread
 
 __all__ = ["Manifest", "format_manifest", "read_manifest"]
 
-HEX_DIGITS: Mapping[str, int] = MappingProxyType({"xxh3": 16, "xxh64": 16, "sha256": 64, "sha1": 40})
+_HEX_DIGITS: Mapping[str, int] = MappingProxyType({"xxh3": 16, "xxh64": 16, "sha256": 64, "sha1": 40})
 """Algorithms that are known, the fastest first: of several in one manifest the first is used."""
 
 _LINE = re.compile(r"(?P<algorithm>\w+)\s+(?P<digest>[0-9a-fA-F]+) {1,2}(?P<what>.+)")
@@ -103,11 +103,11 @@ def parse_manifest(data: bytes, path: str, index: FileIndex) -> Manifest:
     lines = list(_lines(data, path))
     if not lines:
         raise ManifestError(
-            f"no line of it is a digest of a known kind ({', '.join(HEX_DIGITS)})",
+            f"no line of it is a digest of a known kind ({', '.join(_HEX_DIGITS)})",
             file=path,
             remedy="Give a manifest that `ggufstream digest` or llama.cpp's gguf-hash has written",
         )
-    chosen = next(name for name in HEX_DIGITS if any(line.algorithm == name for line in lines))
+    chosen = next(name for name in _HEX_DIGITS if any(line.algorithm == name for line in lines))
     lines = [line for line in lines if line.algorithm == chosen]
     digests: dict[str, str] = {}
     for number, shard in enumerate(index.shards):
@@ -137,12 +137,12 @@ def _lines(data: bytes, path: str) -> Iterator[_Line]:
     text = data.decode("utf-8", "surrogateescape")  # as the system's paths are
     for number, line in enumerate(text.split("\n"), 1):
         match = _LINE.fullmatch(line.removesuffix("\r"))
-        if match is None or match["algorithm"] not in HEX_DIGITS:
+        if match is None or match["algorithm"] not in _HEX_DIGITS:
             continue
         algorithm, digest = match["algorithm"], match["digest"].lower()
-        if len(digest) != HEX_DIGITS[algorithm]:
+        if len(digest) != _HEX_DIGITS[algorithm]:
             raise ManifestError(
-                f"line {number}: {quoted(digest)} is no {algorithm} digest, which has {HEX_DIGITS[algorithm]} digits",
+                f"line {number}: {quoted(digest)} is no {algorithm} digest, which has {_HEX_DIGITS[algorithm]} digits",
                 file=path,
                 remedy="Make the manifest anew",
             )
