@@ -171,25 +171,27 @@ class SimulatedBackend(Backend):
         with self._lock:  # so that two threads never both get the last bytes
             self._check_there()
             free = self._free_bytes()
-            too_large = OutOfDeviceMemoryError(
-                f"cannot allocate {nbytes:,} bytes",
-                backend=self._facts.backend,
-                needed=nbytes,
-                available=free,
-                remedy="Use smaller chunks, or place fewer tensors on the device",
-            )
             if nbytes > self._facts.max_chunk_bytes or (free is not None and nbytes > free):
-                raise too_large
+                raise self._too_large(nbytes, free)
             chunk: Chunk
             if self._facts.memory == "discrete":
                 try:
                     chunk = _DeviceChunk(nbytes, self._chunks)
                 except OSError:
-                    raise too_large from None
+                    raise self._too_large(nbytes, free) from None
             else:
                 chunk = HostChunk(nbytes, owner=self.name, counter=self._chunks)
             self._allocations += 1
             return chunk
+
+    def _too_large(self, nbytes: int, free: int | None) -> OutOfDeviceMemoryError:
+        return OutOfDeviceMemoryError(
+            f"cannot allocate {nbytes:,} bytes",
+            backend=self._facts.backend,
+            needed=nbytes,
+            available=free,
+            remedy="Use smaller chunks, or place fewer tensors on the device",
+        )
 
     def map_pages(self, pages: Bytes) -> Chunk:
         if not self._facts.maps_files:
