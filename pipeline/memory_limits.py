@@ -59,9 +59,8 @@ def _counters(path: Path) -> dict[str, int]:
 def _left_by_groups(root: Path) -> Iterator[int]:
     for version, folder, top in _groups(root):
         while True:
-            with suppress(
-                OSError, ValueError
-            ):  # the topmost group has no limits, and some files come with later kernels
+            # The topmost group has no limits, and some files come with later kernels.
+            with suppress(OSError, ValueError):
                 yield from _left_by_group(version, folder)
             if folder == top:
                 break
