@@ -12,6 +12,7 @@ import fcntl
 import io
 import mmap
 import os
+import platform
 import sys
 import threading
 import weakref
@@ -31,7 +32,14 @@ Action = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """What happens in place of a call: takes the real one and its arguments."""
 
 _ADVICE = {1: "RANDOM", 3: "WILLNEED", 4: "DONTNEED", 22: "POPULATE_READ"}
-_SYSCALLS = {451: "cachestat", 206: "io_setup", 207: "io_destroy", 208: "io_getevents", 209: "io_submit"}
+_SYSCALLS = {
+    number: name
+    for name, number in zip(
+        ("io_setup", "io_destroy", "io_submit", "io_getevents", "cachestat"),
+        (*row_reads._CALLS[platform.machine()], pages._CACHESTAT),
+        strict=True,
+    )
+}
 _FROM_PYTHON = ("stat", "open", "fstat", "preadv", "close", "dup", "posix_fadvise", "lseek", "memfd_create", "ftruncate", "pwrite")  # fmt: skip
 _FROM_C = ("madvise", "mincore", "syscall", "process_madvise", "process_vm_readv")
 

@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from ggufstream import cli
 from ggufstream.commands import commands
 from ggufstream.trace_file import decode
 from tests import gguf_builder as gb
+from tests.conftest import Call
 from tests.small_models import write_model
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -50,28 +51,6 @@ def run(*arguments: str | Path, **changes: str) -> subprocess.CompletedProcess[s
     return done
 
 
-@pytest.fixture
-def call(capfd: pytest.CaptureFixture[str], restored_structlog: None) -> Callable[..., tuple[int, str, str]]:
-    """The command in this process, which is faster: exit code, stdout, stderr."""
-
-    def call(*arguments: str | Path) -> tuple[int, str, str]:
-        capfd.readouterr()
-        code = cli.main([os.fspath(argument) for argument in arguments])
-        out, err = capfd.readouterr()
-        return code, out, err
-
-    return call
-
-
-@pytest.fixture
-def restored_structlog() -> Iterator[None]:
-    """The command configures structlog for its process; other tests must not inherit that."""
-    import structlog
-
-    yield
-    structlog.reset_defaults()
-
-
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of three tensors, made with the ``gguf`` package."""
@@ -89,7 +68,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_help_names_every_verb(call: Callable[..., tuple[int, str, str]]) -> None:
+def test_help_names_every_verb(call: Call) -> None:
     code, out, err = call("--help")
     assert (code, err) == (0, "")
     for verb in ("inspect", "plan", "load", "verify", "digest", "report", "rows", "devices"):
@@ -97,7 +76,7 @@ def test_help_names_every_verb(call: Callable[..., tuple[int, str, str]]) -> Non
 
 
 @pytest.mark.parametrize("verb", ["inspect", "plan", "load", "verify", "digest", "report", "rows", "devices"])
-def test_every_verb_explains_itself(call: Callable[..., tuple[int, str, str]], verb: str) -> None:
+def test_every_verb_explains_itself(call: Call, verb: str) -> None:
     code, out, _ = call(verb, "--help")
     assert code == 0
     assert "--json" in out
@@ -111,7 +90,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert not loaded & {"numpy", "vulkan", "anyio", "rich", "structlog", "gguf"}
 
 
-def test_inspect_shows_the_file(call: Callable[..., tuple[int, str, str]], smollm2_path: Path) -> None:
+def test_inspect_shows_the_file(call: Call, smollm2_path: Path) -> None:
     code, out, err = call("inspect", smollm2_path)
     assert (code, err) == (0, "")
     assert "GGUF version 3, alignment 32" in out
@@ -121,7 +100,7 @@ def test_inspect_shows_the_file(call: Callable[..., tuple[int, str, str]], smoll
     assert not [line for line in out.splitlines() if line != line.rstrip()]
 
 
-def test_inspect_json(call: Callable[..., tuple[int, str, str]], smollm2_path: Path) -> None:
+def test_inspect_json(call: Call, smollm2_path: Path) -> None:
     code, out, _ = call("inspect", "--json", smollm2_path)
     found = json.loads(out)
     assert code == 0
@@ -138,12 +117,12 @@ def test_inspect_json(call: Callable[..., tuple[int, str, str]], smollm2_path: P
     }
 
 
-def test_inspect_json_with_arrays(call: Callable[..., tuple[int, str, str]], small: Path) -> None:
+def test_inspect_json_with_arrays(call: Call, small: Path) -> None:
     _, out, _ = call("inspect", "--json", "--arrays", small)
     assert json.loads(out)["metadata"]["test.numbers"] == {"array": "int32", "length": 3, "values": [1, 2, 3]}
 
 
-def test_inspect_json_is_strict_json(call: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+def test_inspect_json_is_strict_json(call: Call, tmp_path: Path) -> None:
     path = tmp_path / "odd.gguf"
     nan = gb.pair("a.nan", gb.F32, b"\0\0\xc0\x7f")
     path.write_bytes(gb.build([gb.f32("w")], [nan, gb.pair("a.bytes", gb.STRING, gb.text(b"\xff\xfeok"))]))
@@ -153,7 +132,7 @@ def test_inspect_json_is_strict_json(call: Callable[..., tuple[int, str, str]], 
     assert metadata == {"a.nan": "nan", "a.bytes": r"\xff\xfeok"}
 
 
-def test_plan_json(call: Callable[..., tuple[int, str, str]], smollm2_path: Path) -> None:
+def test_plan_json(call: Call, smollm2_path: Path) -> None:
     code, out, _ = call("plan", "--json", "--backend", "cpu", smollm2_path)
     found = json.loads(out)
     assert code == 0
@@ -163,7 +142,7 @@ def test_plan_json(call: Callable[..., tuple[int, str, str]], smollm2_path: Path
     assert planned >= sum(tensor["device_bytes"] for tensor in found["tensors"])
 
 
-def test_plan_table_says_whether_it_fits(call: Callable[..., tuple[int, str, str]], gemma_path: Path) -> None:
+def test_plan_table_says_whether_it_fits(call: Call, gemma_path: Path) -> None:
     code, out, _ = call("plan", "--backend", "simulated:tiny", gemma_path)
     assert code == 0
     assert "token_embd.weight" in out
@@ -197,7 +176,7 @@ def test_load_prints_a_report(smollm2_path: Path) -> None:
     assert "100 %  92.1 MiB of 92.1 MiB" in done.stderr
 
 
-def test_verify_agrees(call: Callable[..., tuple[int, str, str]], small: Path) -> None:
+def test_verify_agrees(call: Call, small: Path) -> None:
     code, out, _ = call("verify", "--json", "--backend", "cpu", small)
     assert code == 0
     assert (found := json.loads(out))["differing"] == []
@@ -207,7 +186,7 @@ def test_verify_agrees(call: Callable[..., tuple[int, str, str]], small: Path) -
     assert "100 %  640 B of 640 B  comparing with small.gguf\n" in err
 
 
-def test_verify_says_what_was_compared_as_floats(call: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+def test_verify_says_what_was_compared_as_floats(call: Call, tmp_path: Path) -> None:
     path = write_model(tmp_path / "m.gguf", [("blk.0.attn_q.weight", "IQ2_XXS", (256, 9))])
     code, out, _ = call("verify", "--json", "--backend", "simulated:gb10", path)
     assert (code, json.loads(out)["decoded"]) == (0, 1)
@@ -215,9 +194,7 @@ def test_verify_says_what_was_compared_as_floats(call: Callable[..., tuple[int, 
     assert "decoded" not in call("verify", "--backend", "cpu", path)[1]
 
 
-def test_verify_names_what_differs(
-    call: Callable[..., tuple[int, str, str]], small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_names_what_differs(call: Call, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ggufstream.model import Weight
 
     real = Weight.read_stored
@@ -235,9 +212,7 @@ def test_verify_names_what_differs(
     assert "output_norm.weight" in out
 
 
-def test_verify_names_a_table_whose_rows_are_wrong(
-    call: Callable[..., tuple[int, str, str]], small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_names_a_table_whose_rows_are_wrong(call: Call, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ggufstream.backends.simulated import SimulatedBackend
 
     real = SimulatedBackend.gather
@@ -259,7 +234,7 @@ def test_verify_names_a_table_whose_rows_are_wrong(
     assert "is not what the reference makes of the file" in found["what"]
 
 
-def test_devices(call: Callable[..., tuple[int, str, str]]) -> None:
+def test_devices(call: Call) -> None:
     code, out, _ = call("devices", "--json")
     assert code == 0
     assert {"cpu", "cpu_scalar", "vulkan"} <= {backend["name"] for backend in json.loads(out)["backends"]}
@@ -274,9 +249,7 @@ def test_the_validation_layer_has_nothing_to_say(small: Path) -> None:
     assert json.loads(done.stdout)["backend"] == "vulkan"
 
 
-def test_what_the_validation_layer_says_is_logged(
-    call: Callable[..., tuple[int, str, str]], small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_validation_layer_says_is_logged(call: Call, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ggufstream.backends.vulkan.VALIDATION_MESSAGES", ["VUID-made-up"])
     code, _, err = call("plan", "--json", "--backend", "cpu", small)
     assert code == 0
@@ -313,9 +286,7 @@ def bad(tmp_path: Path, smollm2_path: Path) -> Callable[[str], Path]:
 
 @pytest.mark.parametrize("kind", ["missing", "folder", "fifo", "empty", "html", "lfs", "truncated", "dangling"])
 @pytest.mark.parametrize("verb", ["inspect", "plan", "load", "verify"])
-def test_bad_file_is_one_line_and_exit_3(
-    call: Callable[..., tuple[int, str, str]], bad: Callable[[str], Path], verb: str, kind: str
-) -> None:
+def test_bad_file_is_one_line_and_exit_3(call: Call, bad: Callable[[str], Path], verb: str, kind: str) -> None:
     path = bad(kind)
     code, out, err = call(verb, path, *([] if verb == "inspect" else ["--backend", "cpu"]), *LOG_TO_CONSOLE)
     assert (code, out) == (3, "")
@@ -323,7 +294,7 @@ def test_bad_file_is_one_line_and_exit_3(
     assert err.startswith(f"error: {path}")
 
 
-def test_error_in_json(call: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+def test_error_in_json(call: Call, tmp_path: Path) -> None:
     code, out, err = call("inspect", "--json", tmp_path / "gone.gguf")
     error = json.loads(out)["error"]
     assert code == error["exit_code"] == 3
@@ -335,9 +306,7 @@ def test_error_in_json(call: Callable[..., tuple[int, str, str]], tmp_path: Path
 
 
 @pytest.mark.parametrize("verbosity", [[], ["-v"]])
-def test_a_failed_load_is_one_json_record(
-    call: Callable[..., tuple[int, str, str]], tmp_path: Path, verbosity: list[str]
-) -> None:
+def test_a_failed_load_is_one_json_record(call: Call, tmp_path: Path, verbosity: list[str]) -> None:
     code, out, err = call("load", "--backend", "cpu", *verbosity, tmp_path / "gone.gguf")
     assert (code, out) == (3, "")
     events = [json.loads(line)["event"] for line in err.splitlines()]
@@ -360,9 +329,7 @@ def test_a_failed_load_is_one_json_record(
         (["inspect", "--wrong", "x"], "No such option"),
     ],
 )
-def test_usage_error_is_one_line_and_exit_2(
-    call: Callable[..., tuple[int, str, str]], arguments: list[str], part: str
-) -> None:
+def test_usage_error_is_one_line_and_exit_2(call: Call, arguments: list[str], part: str) -> None:
     code, out, err = call(*arguments, *LOG_TO_CONSOLE)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("error: ")
@@ -370,13 +337,13 @@ def test_usage_error_is_one_line_and_exit_2(
     assert json.loads(call(*arguments)[2])["exit_code"] == 2, "among JSON records it is one of them"
 
 
-def test_unknown_backend_is_exit_2(call: Callable[..., tuple[int, str, str]], small: Path) -> None:
+def test_unknown_backend_is_exit_2(call: Call, small: Path) -> None:
     code, _, err = call("plan", "--backend", "abacus", small)
     assert code == 2
     assert "abacus" in err
 
 
-def test_too_large_for_the_device_is_exit_4(call: Callable[..., tuple[int, str, str]], gemma_path: Path) -> None:
+def test_too_large_for_the_device_is_exit_4(call: Call, gemma_path: Path) -> None:
     code, out, _ = call("load", "--json", "--backend", "simulated:tiny", gemma_path)
     error = json.loads(out)["error"]
     assert (code, error["type"]) == (4, "OutOfDeviceMemoryError")
@@ -384,9 +351,7 @@ def test_too_large_for_the_device_is_exit_4(call: Callable[..., tuple[int, str, 
     assert "token_embd.weight" in error["message"]
 
 
-def test_environment_gives_defaults(
-    call: Callable[..., tuple[int, str, str]], small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_environment_gives_defaults(call: Call, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GGUFSTREAM_BACKEND", "cpu_scalar")
     _, out, _ = call("plan", "--json", small)
     assert json.loads(out)["backend"] == "cpu_scalar"
@@ -398,7 +363,7 @@ def test_environment_gives_defaults(
     assert "GGUFSTREAM_STAGING" in err
 
 
-def test_select_and_staging_reach_the_load(call: Callable[..., tuple[int, str, str]], small: Path) -> None:
+def test_select_and_staging_reach_the_load(call: Call, small: Path) -> None:
     _, out, _ = call("load", "--json", "--backend", "cpu", "--select", "norm", "--staging", "32M", small)
     report = json.loads(out)
     assert (report["tensors"], report["staging_bytes"]) == (1, 32 << 20)
@@ -465,9 +430,7 @@ def test_full_disk_is_one_line(smollm2_path: Path) -> None:
             assert done.stderr == "error: cannot write the output: No space left on device\n"
 
 
-def test_unexpected_error_is_one_line_unless_debug(
-    call: Callable[..., tuple[int, str, str]], small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unexpected_error_is_one_line_unless_debug(call: Call, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(*_: object) -> None:
         raise ZeroDivisionError("of course")
 
@@ -537,18 +500,16 @@ def test_second_signal_ends_at_once(tmp_path: Path) -> None:
         assert process.wait(30) in (130, 143)
 
 
-def test_an_empty_path_is_quoted(call: Callable[..., tuple[int, str, str]]) -> None:
+def test_an_empty_path_is_quoted(call: Call) -> None:
     assert call("inspect", "", *LOG_TO_CONSOLE)[2].startswith("error: '': ")
 
 
-def test_an_option_from_the_environment_keeps_its_name(
-    call: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_option_from_the_environment_keeps_its_name(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GGUFSTREAM_IO", "fast")
     assert "GGUFSTREAM_IO='fast': io='fast'" in call("plan", "x", *LOG_TO_CONSOLE)[2]
 
 
-def test_help_shows_defaults_and_variables(call: Callable[..., tuple[int, str, str]]) -> None:
+def test_help_shows_defaults_and_variables(call: Call) -> None:
     _, out, _ = call("load", "--help")
     flat = " ".join(out.split())
     assert "[env var: GGUFSTREAM_STAGING; default: 256M]" in flat
@@ -557,7 +518,7 @@ def test_help_shows_defaults_and_variables(call: Callable[..., tuple[int, str, s
     assert "Exit codes:\n  0 " in out
 
 
-def test_several_devices(call: Callable[..., tuple[int, str, str]], smollm2_path: Path) -> None:
+def test_several_devices(call: Call, smollm2_path: Path) -> None:
     devices = ["--devices", "cpu,cpu_scalar", "--weights", "1,3", "--override", "ffn_up=host"]
     _, out, _ = call("plan", "--json", *devices, smollm2_path)
     found = json.loads(out)
@@ -571,7 +532,7 @@ def test_several_devices(call: Callable[..., tuple[int, str, str]], smollm2_path
     assert json.loads(out)["backend"] == "cpu+cpu_scalar"
 
 
-def test_devices_of_a_backend_among_several(call: Callable[..., tuple[int, str, str]], small: Path) -> None:
+def test_devices_of_a_backend_among_several(call: Call, small: Path) -> None:
     for verb in ("plan", "verify"):
         code, out, _ = call(verb, "--json", "--devices", "vulkan:llvmpipe,cpu", small)
         assert code == 0

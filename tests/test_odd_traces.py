@@ -9,18 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2
 
 import ggufstream
-from ggufstream import cli
 from ggufstream.errors import MalformedFileError
 from ggufstream.report_page import render_page
 from ggufstream.timeline import Timeline
 from ggufstream.trace_contents import About, Plan, Report, conforms
 from ggufstream.trace_file import decode, encode
+from tests.conftest import Call
 from tests.small_models import write_model
 
 Change = Callable[[dict[str, Any]], object]
@@ -185,13 +184,9 @@ def test_any_packet_may_be_odd(written: bytes, data: st.DataObject) -> None:
     page_or_error(trace.SerializeToString())
 
 
-def test_report_of_an_odd_trace_ends_with_exit_code_3(
-    written: bytes, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_report_of_an_odd_trace_ends_with_exit_code_3(written: bytes, tmp_path: Path, call: Call) -> None:
     trace = tmp_path / "odd.pftrace"
     trace.write_bytes(changed(written, lambda notes: notes.update(plan={"a": 1})))
-    try:
-        assert cli.main(["report", str(trace), "--log-format", "console"]) == 3
-    finally:
-        structlog.reset_defaults()
-    assert capfd.readouterr().err.startswith(f"error: {trace}: holds no trace of a load")
+    code, _, err = call("report", trace, "--log-format", "console")
+    assert code == 3
+    assert err.startswith(f"error: {trace}: holds no trace of a load")

@@ -16,7 +16,6 @@ from blockbuster import BlockBuster
 from playwright.sync_api import Page, sync_playwright
 
 import ggufstream
-from ggufstream import cli
 from ggufstream.backends.simulated import SimulatedBackend
 from ggufstream.backends.testing import FaultyBackend
 from ggufstream.errors import DeviceLostError, MissingPackageError
@@ -25,6 +24,7 @@ from ggufstream.report_page import render_page, write_page
 from ggufstream.timeline import Timeline
 from ggufstream.trace_file import Slice, Trace, decode, encode, write_trace
 from ggufstream.units import human_bytes, human_rate, human_seconds
+from tests.conftest import Call
 from tests.small_models import TensorSpec, write_model
 
 RANGE = 64 << 10
@@ -267,66 +267,50 @@ async def test_missing_package_says_how_to_install_it(path: Path, monkeypatch: p
 
 
 class TestCommands:
-    @pytest.fixture(autouse=True)
-    def restored_structlog(self) -> Iterator[None]:
-        import structlog
-
-        yield
-        structlog.reset_defaults()
-
-    def call(self, capfd: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
-        code = cli.main([str(argument) for argument in arguments])
-        out, err = capfd.readouterr()
-        return code, out, err
-
     @pytest.mark.parametrize("verb", ["load", "verify"])
-    def test_trace_then_page(self, capfd: pytest.CaptureFixture[str], path: Path, tmp_path: Path, verb: str) -> None:
+    def test_trace_then_page(self, call: Call, path: Path, tmp_path: Path, verb: str) -> None:
         trace = tmp_path / "a.pftrace"
-        code, _, _ = self.call(capfd, verb, path, "--backend", "cpu", "--json", "--trace", trace)
+        code, _, _ = call(verb, path, "--backend", "cpu", "--json", "--trace", trace)
         assert code == 0
-        code, out, _ = self.call(capfd, "report", trace)
+        code, out, _ = call("report", trace)
         assert (code, out) == (0, f"{tmp_path / 'a.html'}\n")
-        code, out, _ = self.call(capfd, "report", trace, "-o", tmp_path / "b.html", "--json")
+        code, out, _ = call("report", trace, "-o", tmp_path / "b.html", "--json")
         assert code == 0
         size = (tmp_path / "b.html").stat().st_size
         assert json.loads(out) == {"trace": str(trace), "page": str(tmp_path / "b.html"), "bytes": size}
         assert "mixed.gguf" in (tmp_path / "b.html").read_text()
 
-    def test_failed_load_leaves_a_trace(self, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def test_failed_load_leaves_a_trace(self, call: Call, tmp_path: Path) -> None:
         trace = tmp_path / "a.pftrace"
-        assert self.call(capfd, "load", tmp_path / "gone.gguf", "--trace", trace)[0] == 3
+        assert call("load", tmp_path / "gone.gguf", "--trace", trace)[0] == 3
         assert decode(trace.read_bytes(), file=trace).about["outcome"] == "failed"
 
-    def test_trace_never_replaces_the_model(
-        self, capfd: pytest.CaptureFixture[str], path: Path, tmp_path: Path
-    ) -> None:
+    def test_trace_never_replaces_the_model(self, call: Call, path: Path, tmp_path: Path) -> None:
         (tmp_path / "link").symlink_to(path)
         before = path.read_bytes()
-        code, _, err = self.call(capfd, "load", path, "--trace", tmp_path / "link", "--log-format", "console")
+        code, _, err = call("load", path, "--trace", tmp_path / "link", "--log-format", "console")
         assert code == 2
         assert f"--trace {tmp_path / 'link'} is the file that is read" in err
         assert path.read_bytes() == before
 
-    def test_page_never_replaces_the_trace(self, capfd: pytest.CaptureFixture[str], path: Path, tmp_path: Path) -> None:
+    def test_page_never_replaces_the_trace(self, call: Call, path: Path, tmp_path: Path) -> None:
         trace = tmp_path / "a.html"
-        assert self.call(capfd, "load", path, "--backend", "cpu", "--json", "--trace", trace)[0] == 0
+        assert call("load", path, "--backend", "cpu", "--json", "--trace", trace)[0] == 0
         before = trace.read_bytes()
-        assert self.call(capfd, "report", trace)[0] == 2
+        assert call("report", trace)[0] == 2
         assert trace.read_bytes() == before
 
-    def test_unwritable_trace_is_said_before_the_load(
-        self, capfd: pytest.CaptureFixture[str], path: Path, tmp_path: Path
-    ) -> None:
+    def test_unwritable_trace_is_said_before_the_load(self, call: Call, path: Path, tmp_path: Path) -> None:
         where = tmp_path / "none" / "a.pftrace"
-        code, _, err = self.call(capfd, "load", path, "--backend", "cpu", "--trace", where, "--log-format", "console")
+        code, _, err = call("load", path, "--backend", "cpu", "--trace", where, "--log-format", "console")
         assert (code, err) == (1, f"error: cannot write {where}: No such file or directory\n")
 
     @pytest.mark.parametrize("found", [b"GGUF", None])
-    def test_report_of_no_trace(self, capfd: pytest.CaptureFixture[str], tmp_path: Path, found: bytes | None) -> None:
+    def test_report_of_no_trace(self, call: Call, tmp_path: Path, found: bytes | None) -> None:
         trace = tmp_path / "a.pftrace"
         if found is not None:
             trace.write_bytes(found)
-        code, _, err = self.call(capfd, "report", trace, "--log-format", "console")
+        code, _, err = call("report", trace, "--log-format", "console")
         assert code == 3
         assert err.startswith(f"error: {trace}: ")
         assert not (tmp_path / "a.html").exists()
