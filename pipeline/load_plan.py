@@ -36,9 +36,8 @@ HOST = "host"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlicePlan:
-    """Rows of a tensor that lie together: ``index`` numbers the slices of the tensor's arena in load order."""
+    """Rows of a tensor that lie together."""
 
-    index: int
     extent: Extent
     first_block: int
     """Of the tensor."""
@@ -46,9 +45,8 @@ class SlicePlan:
     """At the destination, without the padding to the next slice."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanEntry:
-    """What becomes of one tensor."""
+class PlanEntry(NamedTuple):
+    """What becomes of one tensor. A tuple, because there may be tens of thousands."""
 
     tensor: TensorInfo
     intent: Intent
@@ -61,6 +59,8 @@ class PlanEntry:
     """Name of the arena; ``None`` for ``ROWS``."""
     slices: tuple[SlicePlan, ...]
     """In row order; empty where nothing is loaded (``ROWS``, or no elements)."""
+    first_slice: int
+    """Number of the first among the slices of the arena, in load order; the others follow it."""
     reason: str
     is_fallback: bool
     """The tensor does not end where its intent asks for, or not as the file has it."""

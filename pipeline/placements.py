@@ -11,6 +11,7 @@ Where the device reads host pages, a tensor that goes in unchanged is not copied
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,9 +41,9 @@ _REASONS: Mapping[Intent, str] = {
 """Why a tensor is on the device, where nothing stood in the way."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Decision:
-    """Where one tensor goes, and how it lies there."""
+    """Where a tensor goes, and how it lies there. Tensors that are alike have one and the same."""
 
     placement: Placement
     layout: Layout
@@ -125,10 +126,13 @@ class Decider:
     ) -> None:
         self._backends = backends
         self._capabilities = [backend.capabilities for backend in backends]
+        self._map_alignment = math.lcm(*(device.map_alignment for device in self._capabilities))
         self._options = options
         self._overrides = overrides
         self._unmappable = unmappable
         self._crowded = crowded
+        self._decisions: dict[tuple[object, ...], Decision] = {}
+        """By all that a decision depends on: real files have a dozen kinds of tensors, however many there are."""
 
     def is_lazy(self, tensor: TensorInfo, intent: Intent) -> bool:
         """Whether the lazy mode leaves this tensor in the file."""
@@ -149,6 +153,14 @@ class Decider:
             OptionError: An override asks for what cannot be.
         """
         override = self._overrides.find(tensor.name)  # asked in any case: a pattern that only meets lazy tables matches
+        place = tensor.shard in self._unmappable, tensor.offset % self._map_alignment
+        alike = (tensor.type, tensor.dims, role.intent, role.known, layer_device, override, place)
+        decision = self._decisions.get(alike)
+        if decision is None:
+            decision = self._decisions[alike] = self._decide(tensor, role, layer_device, override)
+        return decision
+
+    def _decide(self, tensor: TensorInfo, role: Role, layer_device: int, override: _Override | None) -> Decision:
         if self.is_lazy(tensor, role.intent):
             return Decision(placement=Placement.ROWS, layout=Raw(), reason=f"lookup table, lazy={self._options.lazy}")
         if override is None:
@@ -203,7 +215,7 @@ class Decider:
     def _table_on_device(self, tensor: TensorInfo, role: Role, device: int) -> Decision:
         """A table that is only looked up, on the device all the same: as in the file, if the device can decode that."""
         if not decodes_rows(self._backends[device], tensor) and F32().accepts(tensor.type):
-            return self._resolve(tensor, replace(role, intent=Intent.LINEAR | Intent.LOOKUP), device)
+            return self._resolve(tensor, role._replace(intent=Intent.LINEAR | Intent.LOOKUP), device)
         return self._on_device(tensor, device, Raw(), "lookup table")
 
     def _on_device(

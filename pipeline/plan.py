@@ -71,9 +71,8 @@ def make_plan(
         layers = split_layers(chosen, known, devices, options, decider)
         planner = _Planner(decider, devices)
         # Slices are numbered, and arenas filled, in the order in which a forward pass needs the tensors.
-        order = sorted(
-            range(len(chosen)), key=lambda i: (known[chosen[i].name].layer, chosen[i].shard, chosen[i].offset)
-        )
+        # Within a layer that is the order of the file, in which they are.
+        order = sorted(range(len(chosen)), key=[known[tensor.name].layer for tensor in chosen].__getitem__)
         entries = {i: planner.entry(chosen[i], known[chosen[i].name], layers) for i in order}
         return LoadPlan(
             path=index.path,
@@ -167,7 +166,7 @@ def _roles(index: FileIndex, options: LoadOptions) -> dict[str, Role]:
                 raise OptionError(
                     f"intents gives {intent!r} for {quoted(name)}", remedy="Give a non-empty Intent, or None"
                 )
-            result[name] = Role(intent=intent, layer=role.layer)
+            result[name] = Role(intent, role.layer)
     return result
 
 
@@ -184,9 +183,13 @@ class _ArenaBuilder:
     slice_bytes: list[int] = field(default_factory=list)
     tensors: list[TensorInfo] = field(default_factory=list)
 
-    def add(self, nbytes: int) -> int:
-        self.slice_bytes.append(nbytes + -nbytes % self.alignment)
-        return len(self.slice_bytes) - 1
+    def add(self, tensor: TensorInfo, slices: Iterable[SlicePlan]) -> int:
+        """Room for a tensor; the number of its first slice."""
+        first = len(self.slice_bytes)
+        self.slice_bytes += [part.nbytes + -part.nbytes % self.alignment for part in slices]
+        if self.mapped:
+            self.tensors.append(tensor)
+        return first
 
     def plan(self) -> ArenaPlan:
         spans: tuple[Span, ...] = ()
@@ -228,6 +231,7 @@ class _Planner:
     def __init__(self, decider: Decider, devices: Sequence[Capabilities]) -> None:
         self._decider = decider
         self._devices = devices
+        self._slices: dict[Decision, tuple[SlicePlan, ...]] = {}
         self.arenas: dict[tuple[int | None, bool], _ArenaBuilder] = {}
         for i, device in enumerate(devices):
             suffix = f":{i}" if len(devices) > 1 else ""
@@ -239,8 +243,10 @@ class _Planner:
 
     def entry(self, tensor: TensorInfo, role: Role, layers: Mapping[int, int]) -> PlanEntry:
         decision = self._decider.decide(tensor, role, layers[role.layer])
+        slices = self._slices.get(decision)
+        if slices is None:
+            slices = self._slices[decision] = self._cut(tensor, decision)
         arena = None if decision.placement is Placement.ROWS else self.arenas[decision.device, decision.mapped]
-        slices = () if arena is None or tensor.nbytes == 0 else tuple(self._slices(tensor, decision, arena))
         reason = decision.reason
         if len(slices) > 1 and decision.device is not None:
             limit = slice_limit(self._devices[decision.device])
@@ -254,19 +260,22 @@ class _Planner:
             device=decision.device,
             arena=None if arena is None else arena.name,
             slices=slices,
+            first_slice=arena.add(tensor, slices) if arena is not None and slices else 0,
             reason=reason,
             is_fallback=decision.is_fallback,
         )
 
-    def _slices(self, tensor: TensorInfo, decision: Decision, arena: _ArenaBuilder) -> Iterator[SlicePlan]:
-        if arena.mapped:
-            arena.tensors.append(tensor)
+    def _cut(self, tensor: TensorInfo, decision: Decision) -> tuple[SlicePlan, ...]:
+        if decision.placement is Placement.ROWS or tensor.nbytes == 0:
+            return ()
         limits = None if decision.device is None else self._devices[decision.device]
+        slices = []
         first_block = 0
         for extent in cut_rows(tensor, decision.layout, limits):
             nbytes = decision.layout.nbytes(extent)
-            yield SlicePlan(index=arena.add(nbytes), extent=extent, first_block=first_block, nbytes=nbytes)
+            slices.append(SlicePlan(extent=extent, first_block=first_block, nbytes=nbytes))
             first_block += extent.blocks
+        return tuple(slices)
 
 
 def _floors(tensors: Iterable[TensorInfo]) -> dict[str, int]:
@@ -286,15 +295,10 @@ def _sources(
     """Every slice, in load order, with the place of its bytes in the file."""
     for i in order:
         entry = entries[i]
+        tensor = entry.tensor
         for part, slice_plan in enumerate(entry.slices):
             assert entry.arena is not None
+            offset = tensor.offset + slice_plan.first_block * tensor.type.block_bytes
             yield SliceSource(
-                entry=i,
-                part=part,
-                arena=entry.arena,
-                shard=entry.tensor.shard,
-                offset=entry.tensor.offset + slice_plan.first_block * entry.tensor.type.block_bytes,
-                floor=floors[entry.tensor.name],
-                extent=slice_plan.extent,
-                layout=entry.layout,
+                i, part, entry.arena, tensor.shard, offset, floors[tensor.name], slice_plan.extent, entry.layout
             )

@@ -6,7 +6,7 @@ a row is small enough; neighbours in the file that are small are joined.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,9 +33,8 @@ class SliceSource(NamedTuple):
     layout: Layout
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """Blocks of one slice within a range."""
+class Piece(NamedTuple):
+    """Blocks of one slice within a range. A tuple, because there is at least one a tensor."""
 
     entry: int
     """Index into ``LoadPlan.entries``."""
@@ -47,10 +46,6 @@ class Piece:
     """In the file."""
     runs: tuple[Run, ...]
     """Where the packed blocks lie in the slice."""
-
-    @property
-    def packed_bytes(self) -> int:
-        return sum(run.nbytes for run in self.runs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,55 +69,57 @@ def cut(slices: Iterable[SliceSource], *, limit: int, max_gap: int) -> tuple[Ran
         max_gap: Bytes of padding between two neighbours that may be read along with them.
     """
     ranges: list[Range] = []
-    current: list[tuple[SliceSource, int, Piece]] = []
-    packed = 0
+    pieces: list[Piece] = []
+    steps: dict[tuple[Extent, Layout], Sequence[_Step]] = {}
+    """Slices that are alike are cut alike."""
+    shard = start = end = packed = 0
+    arena = ""
 
     def close() -> None:
-        if current:
-            source, start, _ = current[0]
-            _, last_offset, last = current[-1]
-            pieces = tuple(_at(piece, offset - start) for _, offset, piece in current)
-            nbytes = last_offset + last.nbytes - start
+        if pieces:
             ranges.append(
                 Range(
-                    index=len(ranges),
-                    shard=source.shard,
-                    offset=start,
-                    nbytes=nbytes,
-                    arena=source.arena,
-                    pieces=pieces,
+                    index=len(ranges), shard=shard, offset=start, nbytes=end - start, arena=arena, pieces=tuple(pieces)
                 )
             )
-            current.clear()
+            pieces.clear()
 
     for source in slices:
-        for offset, piece in _pieces(source, limit):
-            if current:
-                first, start, _ = current[0]
-                _, last_offset, last = current[-1]
-                end = last_offset + last.nbytes
-                joins = (
-                    (first.shard, first.arena) == (source.shard, source.arena)
-                    and (offset == end or source.floor <= end < offset <= end + max_gap)
-                    and offset + piece.nbytes - start <= limit
-                    and packed + piece.packed_bytes <= limit
-                    and len(current) < MAX_PIECES
-                )
-                if not joins:
-                    close()
-            packed = piece.packed_bytes + (packed if current else 0)
-            current.append((source, offset, piece))
+        alike = source.extent, source.layout
+        known = steps.get(alike)
+        if known is None:
+            known = steps[alike] = [*_steps(*alike, limit)]
+        for first, nbytes, runs, packed_bytes in known:
+            offset = source.offset + first
+            joins = (
+                pieces
+                and (shard, arena) == (source.shard, source.arena)
+                and (offset == end or source.floor <= end < offset <= end + max_gap)
+                and offset + nbytes - start <= limit
+                and packed + packed_bytes <= limit
+                and len(pieces) < MAX_PIECES
+            )
+            if not joins:
+                close()
+                shard, arena, start, packed = source.shard, source.arena, offset, 0
+            pieces.append(Piece(source.entry, source.part, offset - start, nbytes, runs))
+            end = offset + nbytes
+            packed += packed_bytes
     close()
     return tuple(ranges)
 
 
-def _at(piece: Piece, offset: int) -> Piece:
-    return Piece(entry=piece.entry, part=piece.part, offset=offset, nbytes=piece.nbytes, runs=piece.runs)
+class _Step(NamedTuple):
+    """Blocks of a slice that stay in one piece. Bytes, from the slice's start in the file."""
+
+    offset: int
+    nbytes: int
+    runs: tuple[Run, ...]
+    packed_bytes: int
 
 
-def _pieces(source: SliceSource, limit: int) -> Iterator[tuple[int, Piece]]:
-    """The slice in steps of at most ``limit`` bytes, each with its offset in the file."""
-    extent, layout = source.extent, source.layout
+def _steps(extent: Extent, layout: Layout, limit: int) -> Iterator[_Step]:
+    """A slice in steps of at most ``limit`` bytes."""
     block_bytes = extent.type.block_bytes
     largest = max(block_bytes, sum(run.nbytes for run in layout.runs(extent, 0, 1)))
     unit = layout.granule(extent)
@@ -131,13 +128,5 @@ def _pieces(source: SliceSource, limit: int) -> Iterator[tuple[int, Piece]]:
     step = max(1, limit // (unit * largest)) * unit
     for first in range(0, extent.blocks, step):
         count = min(step, extent.blocks - first)
-        yield (
-            source.offset + first * block_bytes,
-            Piece(
-                entry=source.entry,
-                part=source.part,
-                offset=0,
-                nbytes=count * block_bytes,
-                runs=layout.runs(extent, first, count),
-            ),
-        )
+        runs = layout.runs(extent, first, count)
+        yield _Step(first * block_bytes, count * block_bytes, runs, sum(run.nbytes for run in runs))

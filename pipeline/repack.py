@@ -21,7 +21,7 @@ def destinations(part: Range, plan: LoadPlan, arena: Arena) -> list[list[Bytes]]
     """For each piece, its runs in the mapped chunks of the arena."""
     result = []
     for piece in part.pieces:
-        chunk, start = arena.place(plan.entries[piece.entry].slices[piece.part].index)
+        chunk, start = arena.place(plan.entries[piece.entry].first_slice + piece.part)
         view = chunk.view
         assert view is not None, "direct placement needs mapped chunks"
         result.append([view[start + run.offset : start + run.offset + run.nbytes] for run in piece.runs])
@@ -31,7 +31,7 @@ def destinations(part: Range, plan: LoadPlan, arena: Arena) -> list[list[Bytes]]
 def flush(part: Range, plan: LoadPlan, arena: Arena) -> None:
     """Make what was written into mapped chunks visible to the device."""
     for piece in part.pieces:
-        chunk, start = arena.place(plan.entries[piece.entry].slices[piece.part].index)
+        chunk, start = arena.place(plan.entries[piece.entry].first_slice + piece.part)
         for run in piece.runs:
             chunk.flush(start + run.offset, run.nbytes)
 
@@ -49,7 +49,7 @@ def staged_copies(
     copies = []
     position = 0
     for piece in part.pieces:
-        chunk, start = arena.place(plan.entries[piece.entry].slices[piece.part].index)
+        chunk, start = arena.place(plan.entries[piece.entry].first_slice + piece.part)
         runs = []
         for run in piece.runs:
             runs.append(staging.view[position : position + run.nbytes])

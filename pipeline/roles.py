@@ -9,9 +9,9 @@ or an element-wise or convolution operand.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
 from functools import cache
+from typing import NamedTuple
 
 from ggufstream.options import Intent
 
@@ -45,18 +45,20 @@ _BINDABLE_WORD = re.compile(
     re.VERBOSE,
 )
 
-_LAYER = re.compile(r"blk\.([0-9]{1,9})\.")  # nine digits stay below _LAYER_LAST, and hostile names out of int()
 _NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.|$)")
+_MAX_DIGITS = 9
+"""Of a layer's number: so many stay below ``_LAYER_LAST``, and keep hostile names out of ``int()``."""
 _FIRST = frozenset(
     {"token_embd", "token_embd_norm", "per_layer_token_embd", "token_types", "position_embd", "rope_freqs"}
 )
+
+_SUFFIXES = frozenset({"weight", "bias", "scale", "input_scale"})
 
 _LAYER_FIRST = -1
 _LAYER_LAST = 1 << 30
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Role:
+class Role(NamedTuple):
     """What a name says. ``layer`` orders the forward pass: -1 before the first block, then its number, then the rest."""
 
     intent: Intent
@@ -66,34 +68,36 @@ class Role:
 
 
 @cache
-def _known_bases() -> frozenset[str]:
+def _weights() -> Mapping[str, Intent]:
+    """Every base of the naming convention, and why its ``.weight`` is wanted."""
     from gguf.constants import TENSOR_NAMES  # 0.1 s to import, and only planning needs it
 
-    return frozenset(TENSOR_NAMES.values())
+    return {base: _intent(base) for base in TENSOR_NAMES.values()}
 
 
-def _split(name: str) -> tuple[str, str]:
-    """Base with ``{bid}`` for the layer number, and suffix: ``blk.3.attn_q.weight`` → ``blk.{bid}.attn_q``, ``weight``."""
-    base, dot, suffix = name.rpartition(".")
-    if not dot or suffix not in {"weight", "bias", "scale", "input_scale"}:
-        base, suffix = name, ""
-    return _NUMBER.sub("{bid}", base, count=1), suffix
-
-
-def _layer(name: str, base: str) -> int:
-    match = _LAYER.match(name)
-    if match is not None:
-        return int(match[1])
-    return _LAYER_FIRST if base in _FIRST else _LAYER_LAST
-
-
-def _intent(base: str, suffix: str) -> Intent:
-    if suffix != "weight":
-        return Intent.BINDABLE
+def _intent(base: str) -> Intent:
     if base in _LOOKUP:
         return Intent.LOOKUP
     word = next(part for part in reversed(base.split(".")) if part != "{bid}")
     return Intent.BINDABLE if _BINDABLE_WORD.fullmatch(word) else Intent.LINEAR
+
+
+def _role(name: str) -> Role:
+    base, dot, suffix = name.rpartition(".")
+    if not dot or suffix not in _SUFFIXES:
+        base, suffix = name, ""
+    layer = _LAYER_LAST
+    if number := _NUMBER.search(base):
+        first, last = number.span()
+        if base[:first] == "blk." and last - first <= _MAX_DIGITS and last < len(name):
+            layer = int(number[0])
+        base = f"{base[:first]}{{bid}}{base[last:]}"
+    elif base in _FIRST:
+        layer = _LAYER_FIRST
+    intent = _weights().get(base)
+    if intent is None:
+        return Role(Intent.BINDABLE, layer, known=False)
+    return Role(intent if suffix == "weight" else Intent.BINDABLE, layer)
 
 
 def roles(names: Iterable[str]) -> dict[str, Role]:
@@ -101,13 +105,8 @@ def roles(names: Iterable[str]) -> dict[str, Role]:
 
     All names are needed at once: ``token_embd`` is also the output matrix where the file has no ``output.weight``.
     """
-    result = {}
-    for name in names:
-        base, suffix = _split(name)
-        known = base in _known_bases()
-        intent = _intent(base, suffix) if known else Intent.BINDABLE
-        result[name] = Role(intent=intent, layer=_layer(name, base), known=known)
+    result = {name: _role(name) for name in names}
     if "token_embd.weight" in result and "output.weight" not in result:
         tied = result["token_embd.weight"]
-        result["token_embd.weight"] = replace(tied, intent=tied.intent | Intent.LINEAR)
+        result["token_embd.weight"] = tied._replace(intent=tied.intent | Intent.LINEAR)
     return result

@@ -38,8 +38,8 @@ def slices_of(entry: PlanEntry, arenas: Mapping[str, Arena]) -> tuple[Slice, ...
         return ()
     arena = arenas[entry.arena]
     result = []
-    for part in entry.slices:
-        chunk, offset = arena.place(part.index)
+    for number, part in enumerate(entry.slices, entry.first_slice):
+        chunk, offset = arena.place(number)
         extent = entry.layout.contents(part.extent)
         result.append(Slice(chunk=chunk, offset=offset, nbytes=part.nbytes, extent=extent, layout=entry.layout))
     return tuple(result)

@@ -278,7 +278,8 @@ class Stream:
         async with runs:
             for part in ranges:
                 arena = self._arenas[part.arena]
-                last = max(self._plan.entries[piece.entry].slices[piece.part].index for piece in part.pieces)
+                piece = part.pieces[-1]  # slices are numbered in load order
+                last = self._plan.entries[piece.entry].first_slice + piece.part
                 if not arena.needs_growth(last):
                     continue
                 if part.index > first:

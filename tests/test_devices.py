@@ -438,7 +438,7 @@ def test_what_is_mapped_at_once_is_within_the_devices_limit() -> None:
     assert sum(span.nbytes for span in arena.spans) == arena.planned_bytes
     for entry in load_plan.entries:
         assert entry.arena == "mapped"
-        span, offset = arena.places[entry.slices[0].index]
+        span, offset = arena.places[entry.first_slice]
         assert arena.spans[span].first * PAGE + offset == entry.tensor.offset
         assert offset + entry.tensor.nbytes <= arena.spans[span].nbytes
 

@@ -434,14 +434,14 @@ def send(
 
 def check_slices(load_plan: LoadPlan, file: Bytes, arena: Arena, backend: Backend) -> None:
     for entry in load_plan.entries:
-        for part in entry.slices:
+        for number, part in enumerate(entry.slices, entry.first_slice):
             extent = part.extent
             start = entry.tensor.offset + part.first_block * extent.type.block_bytes
-            want = np.zeros(load_plan.arenas[DEVICE].slice_bytes[part.index], np.uint8)
+            want = np.zeros(load_plan.arenas[DEVICE].slice_bytes[number], np.uint8)
             runs = entry.layout.runs(extent, 0, extent.blocks)
             views = [want[run.offset : run.offset + run.nbytes] for run in runs]
             entry.layout.pack(extent, file[start : start + extent.file_bytes], views)
-            chunk, offset = arena.place(part.index)
+            chunk, offset = arena.place(number)
             got = np.empty(want.size, np.uint8)
             backend.read(chunk, offset, got)
             np.testing.assert_array_equal(got, want)
