@@ -26,7 +26,7 @@ from ggufstream.options import parse_bytes
 
 
 def _command(options: argparse.Namespace) -> str:
-    """The choices of this call; paths of this machine are nobody's business."""
+    """The choices of this call, without paths of the machine: results are made to be shown."""
     words = [f"--{name}" for name in ("quick", "gpu") if getattr(options, name)]
     words += [
         word for name in ("bytes", "repeats") if (value := getattr(options, name)) for word in (f"--{name}", str(value))

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.files import CACHE, model_file, safetensors_file, sparse_file, tensor_bytes, tensor_ranges
+from bench.files import (
+    CACHE,
+    GEMMA,
+    manifest_file,
+    model_file,
+    safetensors_file,
+    sparse_file,
+    tensor_bytes,
+    tensor_ranges,
+)
 from bench.race import Contestant, Outcome, best, race
 from bench.results import Run, Section, Target
-from ggufstream.options import LoadOptions
 
 __all__ = ["PARTS", "Suite"]
 
-GEMMA = Path(__file__).parents[1] / ".cache" / "models" / "gemma-3-270m-q4_k_m.gguf"
 VULKAN = "vulkan:llvmpipe"
 RUNAI = ("runai-model-streamer",)
 STAGING = 256 << 20
@@ -205,25 +210,15 @@ class Suite:
 
     def digest(self) -> None:
         """What it costs to compare every tensor with a manifest."""
-        name = "time with --digest over that without"
         file = model_file("F16", self.warm_bytes)
-        manifest = file.with_suffix(".manifest")
-        if "digest" not in {f.name for f in dataclasses.fields(LoadOptions)}:
-            self.run.targets.append(
-                Target(name=name, value=None, bound=1.1, at_most=True, note="there is no such option")
-            )
-            return
-        command = [sys.executable, "-m", "ggufstream", "digest", str(file), "-o", str(manifest)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            note = ([*done.stderr.splitlines()] or [""])[-1]
-            self.run.targets.append(Target(name=name, value=None, bound=1.1, at_most=True, note=note))
-            return
+        manifest = manifest_file(file)
         job = self._job(file, touch=self.warm_bytes)
         contestants = [self._ours("without", "cpu", job), self._ours("with --digest", "cpu", job, digest=str(manifest))]
         found = self._race(f"{self.warm_bytes / 1e9:.1f} GB compared with a manifest (warm)", contestants)
         value = _ratio(found["with --digest"].median, found["without"].median)
-        self.run.targets.append(Target(name=name, value=value, bound=1.1, at_most=True))
+        self.run.targets.append(
+            Target(name="time with --digest over that without", value=value, bound=1.1, at_most=True)
+        )
 
     def peak(self) -> None:
         """The most host memory of loads onto a card of its own; the files are holes, so that any disk has room."""

@@ -12,12 +12,25 @@ from pathlib import Path
 
 import numpy as np
 
+from ggufstream.digest import tensor_digests
 from ggufstream.ggml_types import BY_NAME, GGMLType
 from ggufstream.gguf_file import read_index
+from ggufstream.manifest import format_manifest
 
-__all__ = ["CACHE", "model_file", "safetensors_file", "sparse_file", "tensor_bytes", "tensor_ranges"]
+__all__ = [
+    "CACHE",
+    "GEMMA",
+    "manifest_file",
+    "model_file",
+    "safetensors_file",
+    "sparse_file",
+    "tensor_bytes",
+    "tensor_ranges",
+]
 
 CACHE = Path(__file__).parents[1] / ".cache" / "bench"
+GEMMA = CACHE.with_name("models") / "gemma-3-270m-q4_k_m.gguf"
+"""Of ``make models``: a real model with 262,144 tokens."""
 
 _WIDTH = 4096
 _ALIGNMENT = 32
@@ -102,6 +115,14 @@ def tensor_ranges(path: Path) -> list[tuple[str, int, int]]:
 def tensor_bytes(path: Path) -> int:
     """What a load of everything moves."""
     return sum(nbytes for _, _, nbytes in tensor_ranges(path))
+
+
+def manifest_file(path: Path) -> Path:
+    """The digests of a file's tensors, written beside it."""
+    manifest = path.with_suffix(".manifest")
+    index, digests = asyncio.run(tensor_digests(path))
+    manifest.write_text(format_manifest(index, digests), encoding="utf-8")
+    return manifest
 
 
 def safetensors_file(path: Path) -> Path:

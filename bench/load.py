@@ -20,27 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import ggufstream
-from bench.files import model_file
+from bench.files import manifest_file, model_file
 from bench.machine import make_cold, make_warm
 from bench.raw_reads import STEP, read_file
 from ggufstream.backends.host_memory import anonymous_memory
 from ggufstream.backends.registry import open_backend
-from ggufstream.digest import tensor_digests
-from ggufstream.manifest import format_manifest
 from ggufstream.options import parse_bytes
 
 
 async def one_load(path: Path, backend: Any, options: dict[str, Any]) -> dict[str, Any]:
     async with await ggufstream.load(path, backend=backend, **options) as model:
         return model.report.to_dict()
-
-
-def manifest_of(path: Path) -> Path:
-    """The manifest of a file, written beside it."""
-    manifest = path.with_suffix(".manifest")
-    index, digests = asyncio.run(tensor_digests(path))
-    manifest.write_text(format_manifest(index, digests))
-    return manifest
 
 
 def contestants(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -52,7 +42,7 @@ def contestants(args: argparse.Namespace) -> list[dict[str, Any]]:
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = contestants(args)
     files = {name: model_file(name, args.bytes, tensors=args.tensors) for name in args.type}
-    manifests = {name: manifest_of(path) for name, path in files.items()} if "on" in args.digest else {}
+    manifests = {name: manifest_file(path) for name, path in files.items()} if "on" in args.digest else {}
     seconds: dict[int, list[float]] = {i: [] for i in range(len(rows))}
     limits: dict[str, list[float]] = {name: [] for name in args.type}
     reports: dict[int, dict[str, Any]] = {}

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from bench.files import model_file
+from bench.files import GEMMA, model_file
 from bench.inventory import load
 from ggufstream.backends.host_memory import anonymous_memory
 from ggufstream.backends.simulated import SimulatedBackend
@@ -26,7 +25,6 @@ from ggufstream.options import LoadOptions
 from ggufstream.plan import make_plan
 from ggufstream.sinks import StructlogSink
 
-GEMMA = Path(__file__).parents[1] / ".cache" / "models" / "gemma-3-270m-q4_k_m.gguf"
 PIECE = 8 << 20
 """Bytes of one packing: those of a range."""
 
