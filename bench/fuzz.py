@@ -36,7 +36,7 @@ from random import Random
 from typing import Any
 
 from bench.fuzz_stages import STAGES, Files, HangError, MessageError, Stage, Tools, check_error
-from bench.mutations import Dice
+from bench.mutations import Rng
 from ggufstream.errors import GGUFStreamError
 
 CACHE = Path(__file__).parents[1] / ".cache" / "fuzz"
@@ -98,26 +98,26 @@ def _hang(signum: int, _: object) -> None:
 
 
 def drawn(seed: int, number: int, stages: Mapping[str, Stage]) -> tuple[str, Random]:
-    """Which stage an execution is of, and the chance that makes the rest of it."""
-    dice = Dice((seed << 40) + number)
-    left = dice.random() * sum(stage.weight for stage in stages.values())
+    """Which stage an execution is of, and the random numbers that make the rest of it."""
+    rng = Rng((seed << 40) + number)
+    left = rng.random() * sum(stage.weight for stage in stages.values())
     for name, stage in stages.items():
         left -= stage.weight
         if left < 0:
-            return name, dice
-    return next(iter(stages)), dice
+            return name, rng
+    return next(iter(stages)), rng
 
 
-def execute(stage: Stage, dice: Random, tools: Tools, limits: Limits) -> tuple[str, Exception | HangError | None]:
+def execute(stage: Stage, rng: Random, tools: Tools, limits: Limits) -> tuple[str, Exception | HangError | None]:
     """Run one; returns the name of how it ended, and what escaped."""
     global _armed  # noqa: PLW0603
-    files = stage.make(dice)
+    files = stage.make(rng)
     _armed = True
     signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
     signal.setitimer(signal.ITIMER_REAL, limits.wall_seconds)
     try:
         try:
-            stage.run(files, dice, tools)
+            stage.run(files, rng, tools)
         except GGUFStreamError as error:
             check_error(error)
             return type(error).__name__, None
@@ -204,11 +204,11 @@ def worker(task: Task, numbers: range, seconds: float, current: Any, slot: int, 
         for number in numbers:
             if time.monotonic() > until or found == KEPT:
                 break
-            name, dice = drawn(seed, number, stages)
+            name, rng = drawn(seed, number, stages)
             stage = stages[name]
             current[2 * slot], current[2 * slot + 1] = number, time.monotonic_ns()
             before = peak_bytes()
-            outcome, error = execute(stage, dice, tools, limits)
+            outcome, error = execute(stage, rng, tools, limits)
             for _ in range(2):  # a hang is there again, and again: the first time may have been the machine's
                 if isinstance(error, HangError):
                     current[2 * slot + 1] = time.monotonic_ns()
@@ -340,22 +340,22 @@ def fuzz(
 
 
 def _death(exit_code: int, seed: int, number: int, stages: Mapping[str, Stage], out: Path) -> Escape:
-    stage, dice = drawn(seed, number, stages)
+    stage, rng = drawn(seed, number, stages)
     kind, what = "death", f"the process ended with exit code {exit_code}"
     if exit_code == -signal.SIGKILL:
         kind, what = "hang", "did not end, nor answer to signals, and was killed"
     elif exit_code < 0:
         what = f"the process died of {signal.Signals(-exit_code).name}"
-    return keep(Escape(kind=kind, stage=stage, number=number, what=what), seed, stages[stage].make(dice), "", out)
+    return keep(Escape(kind=kind, stage=stage, number=number, what=what), seed, stages[stage].make(rng), "", out)
 
 
 def repeat(seed: int, number: int) -> None:
     """Run one execution again, here, and show what comes of it."""
-    name, dice = drawn(seed, number, STAGES)
+    name, rng = drawn(seed, number, STAGES)
     with memory_folder() as folder:
         tools = prepare(folder)
         with tools.stack, contextlib.closing(tools.loop):
-            outcome, error = execute(STAGES[name], dice, tools, Limits())
+            outcome, error = execute(STAGES[name], rng, tools, Limits())
         print(f"{name}: {outcome}")
         if error is not None:
             traceback.print_exception(error)

@@ -90,33 +90,33 @@ class Stage:
     run: Callable[[Files, Random, Tools], None]
 
 
-def one_file(dice: Random) -> Files:
-    return {"m.gguf": mutated(model(dice), dice, changes=dice.choice((0, 1, 1, 1, 2, 2, 4)))}
+def one_file(rng: Random) -> Files:
+    return {"m.gguf": mutated(model(rng), rng, changes=rng.choice((0, 1, 1, 1, 2, 2, 4)))}
 
 
-def nearly_right(dice: Random) -> Files:
-    return {"m.gguf": mutated(model(dice), dice, changes=dice.choice((0, 0, 1)))}
+def nearly_right(rng: Random) -> Files:
+    return {"m.gguf": mutated(model(rng), rng, changes=rng.choice((0, 0, 1)))}
 
 
-def a_set(dice: Random) -> Files:
+def a_set(rng: Random) -> Files:
     """Shards of which one is wrong, missing, or in the place of another."""
-    drafts = shards(dice)
-    wrong = dice.choice(list(drafts))
+    drafts = shards(rng)
+    wrong = rng.choice(list(drafts))
     files = {}
     for name, draft in drafts.items():
-        files[name] = mutated(draft, dice, changes=dice.choice((0, 1, 1, 2)) if name == wrong else 0)
-    match dice.randrange(20):
+        files[name] = mutated(draft, rng, changes=rng.choice((0, 1, 1, 2)) if name == wrong else 0)
+    match rng.randrange(20):
         case 0:
             del files[wrong]
         case 1:
-            files[wrong] = files[dice.choice(list(files))]
+            files[wrong] = files[rng.choice(list(files))]
     return files
 
 
-def parse(path: str, raw: bytes, dice: Random) -> Header:
+def parse(path: str, raw: bytes, rng: Random) -> Header:
     """The header of a file in memory, in chunks of some size."""
     parser = parse_header(path, len(raw))
-    step = dice.choice((1 << 20,) * 15 + (64,))
+    step = rng.choice((1 << 20,) * 15 + (64,))
     position = 0
     try:
         wanted = next(parser)
@@ -148,19 +148,19 @@ def check_header(header: Header, size: int) -> None:
             repr(value)
 
 
-def read_header(files: Files, dice: Random, _: Tools) -> None:
+def read_header(files: Files, rng: Random, _: Tools) -> None:
     ((name, raw),) = files.items()
-    check_header(parse(name, raw, dice), len(raw))
+    check_header(parse(name, raw, rng), len(raw))
 
 
-def index_of(files: Files, opened: str, dice: Random) -> FileIndex:
+def index_of(files: Files, opened: str, rng: Random) -> FileIndex:
     """The index of a model in memory, as ``read_index`` makes it."""
 
     def part(name: str) -> tuple[Shard, Header]:
         if name not in files:
             raise MissingFileError("not there", file=name)
         raw = files[name]
-        header = parse(name, raw, dice)
+        header = parse(name, raw, rng)
         identity = FileIdentity(0, 0, len(raw), 0)
         place = {"header_bytes": header.header_bytes, "data_offset": header.data_offset}
         return Shard(path=name, size=len(raw), identity=identity, **place), header
@@ -170,41 +170,41 @@ def index_of(files: Files, opened: str, dice: Random) -> FileIndex:
     return _merge(opened, [first if path == opened else part(path) for path in paths])
 
 
-def read_shards(files: Files, dice: Random, _: Tools) -> None:
-    index = index_of(files, dice.choice(sorted(files) or ["gone.gguf"]), dice)
+def read_shards(files: Files, rng: Random, _: Tools) -> None:
+    index = index_of(files, rng.choice(sorted(files) or ["gone.gguf"]), rng)
     for tensor in index.tensors:
         assert index.tensor(tensor.name) is tensor
         assert tensor.offset + tensor.nbytes <= max(index.shards[tensor.shard].size, tensor.offset)
 
 
-def _intent(dice: Random) -> Callable[[str], Intent | None] | None:
+def _intent(rng: Random) -> Callable[[str], Intent | None] | None:
     intents = [None, Intent.LINEAR, Intent.BINDABLE, Intent.LOOKUP, Intent.LINEAR | Intent.LOOKUP]
     intents += [Intent.LOOKUP | Intent.BINDABLE, Intent.LINEAR | Intent.BINDABLE]
-    chosen = dice.choice(intents)
-    return None if chosen is None or dice.random() < 0.5 else lambda _: chosen
+    chosen = rng.choice(intents)
+    return None if chosen is None or rng.random() < 0.5 else lambda _: chosen
 
 
-def options(dice: Random, backend: str) -> LoadOptions:
+def options(rng: Random, backend: str) -> LoadOptions:
     """Any that a caller may give."""
     return LoadOptions(
         backend=backend,
-        io=dice.choice(("auto", "mmap", "pread", "direct")),
-        lazy=dice.choice(("auto", "on", "off", "all")),
-        lazy_bytes=dice.choice((0, 1000, 256 << 20)),
-        page_cache=dice.choice(("auto", "drop", "keep")),
-        upload=dice.choice(("auto", "auto", "direct", "staged", "alias")),
-        range_bytes=dice.choice((4 << 10, 8 << 20)),
-        staging_bytes=dice.choice((1 << 20, 256 << 20)),
-        select=dice.choice((None, None, None, "blk", ".")),
-        overrides=dice.choice(((), (), (("attn", "HOST"),), (("embd", "ROWS"),), (("", "device:0"),))),
-        intents=_intent(dice),
+        io=rng.choice(("auto", "mmap", "pread", "direct")),
+        lazy=rng.choice(("auto", "on", "off", "all")),
+        lazy_bytes=rng.choice((0, 1000, 256 << 20)),
+        page_cache=rng.choice(("auto", "drop", "keep")),
+        upload=rng.choice(("auto", "auto", "direct", "staged", "alias")),
+        range_bytes=rng.choice((4 << 10, 8 << 20)),
+        staging_bytes=rng.choice((1 << 20, 256 << 20)),
+        select=rng.choice((None, None, None, "blk", ".")),
+        overrides=rng.choice(((), (), (("attn", "HOST"),), (("embd", "ROWS"),), (("", "device:0"),))),
+        intents=_intent(rng),
     )
 
 
-def plan(files: Files, dice: Random, tools: Tools) -> None:
-    index = index_of(files, "m.gguf", dice)
-    backend = dice.choice(BACKENDS)
-    chosen = options(dice, backend)
+def plan(files: Files, rng: Random, tools: Tools) -> None:
+    index = index_of(files, "m.gguf", rng)
+    backend = rng.choice(BACKENDS)
+    chosen = options(rng, backend)
     made = make_plan(index, backends=[tools.backend(backend)], options=chosen)
     check_tables(made, chosen)
     described = made.to_dict()
@@ -213,11 +213,11 @@ def plan(files: Files, dice: Random, tools: Tools) -> None:
         assert sum(part.extent.file_bytes for part in entry.slices) in (0, entry.tensor.nbytes)
 
 
-def load(files: Files, dice: Random, tools: Tools) -> None:
+def load(files: Files, rng: Random, tools: Tools) -> None:
     """Load, and compare with the file."""
     tools.write(files)
-    backend = dice.choice(BACKENDS)
-    chosen = options(dice, "auto")
+    backend = rng.choice(BACKENDS)
+    chosen = options(rng, "auto")
 
     async def work() -> None:
         async with await ggufstream.load(
@@ -231,38 +231,38 @@ def load(files: Files, dice: Random, tools: Tools) -> None:
     tools.run(work())
 
 
-def _ids(dice: Random, rows: int) -> Any:
+def _ids(rng: Random, rows: int) -> Any:
     """Rows that are there, mostly."""
-    there = [dice.randrange(rows) for _ in range(dice.choice((1, 3, 50)))] if rows else []
+    there = [rng.randrange(rows) for _ in range(rng.choice((1, 3, 50)))] if rows else []
     edges = [-1, rows, 2**31, 2**63, 2**64, -(2**63), 0.5, float("nan"), True, None, "1", b"", [0], 10**30]
-    match dice.randrange(6):
+    match rng.randrange(6):
         case 0:
-            return [*there, dice.choice(edges)]
+            return [*there, rng.choice(edges)]
         case 1:
-            return np.array(there, dice.choice((np.uint8, np.int64, np.float32, np.uint64, np.bool_)))
+            return np.array(there, rng.choice((np.uint8, np.int64, np.float32, np.uint64, np.bool_)))
         case 2:
             return [there, there]
         case _:
             return there
 
 
-def rows(files: Files, dice: Random, tools: Tools) -> None:
+def rows(files: Files, rng: Random, tools: Tools) -> None:
     """Rows of every tensor as a table in the file, which may change meanwhile."""
     tools.write(files)
     path = tools.folder / "m.gguf"
     raw = files["m.gguf"]
-    strategy = dice.choice(("mapped", "pread", "direct", "auto"))
-    chosen = LoadOptions(lazy="on", intents=lambda _: Intent.LOOKUP, row_strategy=strategy, row_cache_bytes=dice.choice((0, 1 << 20)))  # fmt: skip
-    changed = dice.random() < 0.1
+    strategy = rng.choice(("mapped", "pread", "direct", "auto"))
+    chosen = LoadOptions(lazy="on", intents=lambda _: Intent.LOOKUP, row_strategy=strategy, row_cache_bytes=rng.choice((0, 1 << 20)))  # fmt: skip
+    changed = rng.random() < 0.1
 
     async def work() -> None:
         async with await ggufstream.load(path, options=chosen, backend=tools.backend("cpu")) as loaded:
-            tensors = {tensor.name: tensor for tensor in parse("m.gguf", raw, dice).tensors}
+            tensors = {tensor.name: tensor for tensor in parse("m.gguf", raw, rng).tensors}
             if changed:
-                os.truncate(path, dice.randrange(len(raw)))
+                os.truncate(path, rng.randrange(len(raw)))
             for name in loaded:
                 tensor = tensors[name]
-                ids = _ids(dice, tensor.rows if tensor.nbytes else 0)
+                ids = _ids(rng, tensor.rows if tensor.nbytes else 0)
                 try:
                     got = await loaded.rows(name, ids)
                 except GGUFStreamError as error:

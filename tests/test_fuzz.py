@@ -1,4 +1,4 @@
-"""Files changed by chance, as `bench.fuzz` does it for hours; and that it would see what must not be."""
+"""Files changed at random, as `bench.fuzz` does it for hours; and that it would see what must not be."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from bench import fuzz
 from bench.fuzz import Counts, Escape, Limits, Result, drawn
 from bench.fuzz_stages import STAGES, Files, Stage, Tools, check_error
-from bench.mutations import Dice, model, mutated
+from bench.mutations import Rng, model, mutated
 from ggufstream.errors import GGUFStreamError, OptionError, PlanViolationError
 
 
@@ -30,34 +30,34 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tools]:
         yield made
 
 
-def run(stage: str, dice: Random, tools: Tools) -> None:
+def run(stage: str, rng: Random, tools: Tools) -> None:
     """One execution: an exception that is not of the tree fails the test."""
-    files = STAGES[stage].make(dice)
+    files = STAGES[stage].make(rng)
     try:
-        STAGES[stage].run(files, dice, tools)
+        STAGES[stage].run(files, rng, tools)
     except GGUFStreamError as error:
         check_error(error)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["header", "shards", "plan"])
-@given(dice=st.randoms(use_true_random=False))
+@given(rng=st.randoms(use_true_random=False))
 @settings(max_examples=80, deadline=None)
-def test_a_wrong_file_is_an_error_of_the_tree(stage: str, tools: Tools, dice: Random) -> None:
-    run(stage, dice, tools)
+def test_a_wrong_file_is_an_error_of_the_tree(stage: str, tools: Tools, rng: Random) -> None:
+    run(stage, rng, tools)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["rows", "load"])
 @pytest.mark.parametrize("number", range(20))
 def test_a_wrong_file_is_loaded_as_it_is_or_refused(stage: str, number: int, tools: Tools) -> None:
-    run(stage, Dice(number), tools)
+    run(stage, Rng(number), tools)
 
 
 def test_an_unchanged_file_is_right(tools: Tools) -> None:
     for number in range(50):
-        dice = Dice(number)
-        STAGES["header"].run({"m.gguf": mutated(model(dice), dice, changes=0)}, dice, tools)
+        rng = Rng(number)
+        STAGES["header"].run({"m.gguf": mutated(model(rng), rng, changes=0)}, rng, tools)
 
 
 def test_an_execution_depends_on_its_number_alone() -> None:
