@@ -21,6 +21,7 @@ import numpy.typing as npt
 __all__ = [
     "MADV_DONTNEED",
     "MADV_POPULATE_READ",
+    "MADV_POPULATE_WRITE",
     "PAGE",
     "CacheLook",
     "Residency",
@@ -35,6 +36,7 @@ __all__ = [
 PAGE = mmap.PAGESIZE
 
 MADV_DONTNEED = 4
+MADV_POPULATE_WRITE = 23
 MADV_POPULATE_READ = 22
 """Since Linux 5.14. Reports as an error what touching the page would die of."""
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from inspect import isfunction
 from pathlib import Path
 
 import numpy as np
@@ -208,7 +209,11 @@ def test_a_failed_allocation_is_undone(backend, api, function, code, error):
 @pytest.mark.parametrize(
     "function", ["vkAllocateMemory", "vkMapMemory", "vkCreateFence", "vkCreateCommandPool", "vkAllocateCommandBuffers"]
 )
-def test_failed_staging_is_undone(staged, api, function):
+@pytest.mark.parametrize("imports", [True, False])
+def test_failed_staging_is_undone(staged, api, function, imports):
+    if imports and function == "vkMapMemory":
+        pytest.skip("memory of our own is not mapped")
+    staged._imports_staging = imports
     before = api.left
     api.answers[function] = -1
     with pytest.raises(OutOfHostMemoryError):
@@ -656,3 +661,23 @@ def test_a_machine_without_drivers():
     lines = done.stdout.splitlines()
     assert lines[:2] == ["cpu", "False"], done.stderr
     assert "apt install mesa-vulkan-drivers" in lines[2]
+
+
+def test_recording_without_a_validation_layer_keeps_the_interpreter_lock(monkeypatch):
+    """Every other test watches with the layer, which calls back: there recording must not keep the lock."""
+    monkeypatch.delenv("GGUFSTREAM_VULKAN_VALIDATION", raising=False)
+    data = np.arange(1 << 16, dtype=np.uint32).view(np.uint8)
+    api = Vulkan()
+    with VulkanBackend(DEVICE, direct=False, api=api) as backend:
+        chunk, staging = backend.allocate(data.size), backend.staging(data.size)
+        for _ in range(3):
+            staging.view[:] = data
+            backend.upload(staging, [Copy(0, chunk, 4096, 8192), Copy(8192, chunk, 0, 4096)]).wait()
+        got = np.empty(12288, np.uint8)
+        backend.read(chunk, 0, got)
+        assert np.array_equal(got, np.concatenate([data[8192:12288], data[:8192]]))
+        quick = {name for name, function in api._functions.items() if isfunction(function)}
+        assert {"vkBeginCommandBuffer", "vkCmdCopyBuffer", "vkCmdPipelineBarrier", "vkEndCommandBuffer"} <= quick
+        assert "vkQueueSubmit" not in quick
+        chunk.close()
+        staging.close()

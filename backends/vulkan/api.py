@@ -9,6 +9,7 @@ Handles are integers. Cffi releases the GIL during every call.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, NewType
 
@@ -83,6 +84,21 @@ _HOST_POINTER: Final = 0x80
 """``VK_EXTERNAL_MEMORY_HANDLE_TYPE_HOST_ALLOCATION_BIT_EXT``"""
 _IMPORTABLE: Final = 0x4
 _DEDICATED_ONLY: Final = 0x1
+
+
+_QUICK: Final = frozenset(
+    {
+        "vkResetCommandPool",
+        "vkBeginCommandBuffer",
+        "vkCmdCopyBuffer",
+        "vkCmdPipelineBarrier",
+        "vkEndCommandBuffer",
+        "vkResetFences",
+        "vkGetFenceStatus",
+    }
+)
+"""Calls of a microsecond that wait for nobody. cffi lets other threads run meanwhile, and where many want to, it takes a
+hundred times as long to get the interpreter lock back: these keep it."""
 
 
 class Region(NamedTuple):
@@ -161,8 +177,20 @@ class Vulkan:
         else:
             address = self._vk.lib.vkGetInstanceProcAddr(self._cast("VkInstance", instance), name.encode())
             function = self._ffi.cast(f"PFN_{name}", address)
+        # A validation layer calls back into Python: whoever holds the interpreter lock must not wait for its locks.
+        if name in _QUICK and not self._callbacks:
+            function = self._quick(function)
         self._functions[name] = function
         return function
+
+    def _quick(self, function: Any) -> Callable[..., int | None]:
+        """The same function, called without letting other threads run."""
+        signature = self._ffi.typeof(function)
+        integers = {4: ctypes.c_uint32, 8: ctypes.c_uint64}
+        arguments = [integers[self._ffi.sizeof(kind)] for kind in signature.args]
+        result = None if signature.result.kind == "void" else ctypes.c_int32
+        call = ctypes.PYFUNCTYPE(result, *arguments)(self._int(function))
+        return lambda *values: call(*map(self._int, values))
 
     def _must(self, name: str, *arguments: object, needed: int | None = None, also: int = SUCCESS) -> int:
         # Positive codes are no errors, but not what was asked for either, but for the one that the caller expects.

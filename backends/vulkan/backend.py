@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -13,16 +13,18 @@ import numpy as np
 import numpy.typing as npt
 
 from ggufstream.backends.base import Backend, Capabilities, Chunk, Copy, Intent, Slice, Staging, Ticket
-from ggufstream.backends.host_memory import Counter, memory_statistics
+from ggufstream.backends.host_memory import Counter, anonymous_memory, memory_statistics
 from ggufstream.backends.vulkan.api import USAGE_READBACK, USAGE_STORAGE, Vulkan
-from ggufstream.backends.vulkan.device import VulkanDevice, VulkanInstance, choose_device
+from ggufstream.backends.vulkan.device import HOST_PAGES, VulkanDevice, VulkanInstance, choose_device
 from ggufstream.backends.vulkan.errors import BACKEND
-from ggufstream.backends.vulkan.memory import Allocation, HostAllocation, MemoryPlan, plan_memory
+from ggufstream.backends.vulkan.memory import Allocation, HostAllocation, HostPages, MemoryPlan, plan_memory
 from ggufstream.backends.vulkan.pages import ImportedPages, try_pages
 from ggufstream.backends.vulkan.records import DeviceRecord
 from ggufstream.backends.vulkan.transfer import ReadBack, VulkanChunk, VulkanStaging
 from ggufstream.errors import (
     ClosedError,
+    DeviceError,
+    DeviceLostError,
     OutOfDeviceMemoryError,
     OutOfHostMemoryError,
     UnsupportedByDeviceError,
@@ -30,6 +32,7 @@ from ggufstream.errors import (
 )
 from ggufstream.ggml_types import GGMLType
 from ggufstream.layouts import Bytes, Layout, Planar, Raw
+from ggufstream.pages import MADV_POPULATE_WRITE, advise
 
 if TYPE_CHECKING:  # imported on first use: shaders are of no use to most commands
     from ggufstream.backends.vulkan.compute import Compute
@@ -70,6 +73,7 @@ class VulkanBackend(Backend):
         self._staging = Counter()
         self._allocations = 0
         self._closed = False
+        self._imports_staging = False
         self._compute: Compute | None = None
         self._gather: Gather | None = None
         with ExitStack() as undo:
@@ -93,6 +97,9 @@ class VulkanBackend(Backend):
                     maps_files_reason=access.reason,
                     pins_pages=access.pins,
                     map_alignment=record.limits.min_storage_buffer_offset_alignment or 1,
+                )
+                self._imports_staging = HOST_PAGES in record.extensions and self.device.api.takes_host_pages(
+                    self.device.physical, usage=USAGE_READBACK
                 )
                 self._read_back = ReadBack(self.device, memory_type=self._plan.staging)
                 undo.callback(self._read_back.close)
@@ -193,10 +200,35 @@ class VulkanBackend(Backend):
                 available=self._plan.max_staging_bytes,
                 remedy="Lower the staging budget",
             )
-        staging = VulkanStaging(self.device, nbytes, memory_type=self._plan.staging, counter=self._staging)
+        staging = VulkanStaging(self._staging_memory(nbytes), nbytes)
         with self._lock:
             self._allocations += 1
         return staging
+
+    def _staging_memory(self, nbytes: int) -> HostAllocation | HostPages:
+        """Memory of our own that the driver holds in place, or the driver's.
+
+        NVIDIA's (580) takes 0.06 ms a MiB to import huge pages, and 0.3 to allocate as much; filling those for the first
+        time costs as much again.
+        """
+        if self._imports_staging:
+            pages = anonymous_memory(nbytes, owner=BACKEND)
+            with suppress(OSError):  # before Linux 5.14 the driver does it
+                advise(pages, MADV_POPULATE_WRITE)
+            try:
+                return HostPages(self.device, pages, usage=USAGE_READBACK, counter=self._staging)
+            except DeviceLostError:
+                raise
+            except DeviceError:
+                self._imports_staging = False
+        return HostAllocation(
+            self.device,
+            nbytes,
+            usage=USAGE_READBACK,
+            memory_type=self._plan.staging,
+            page_aligned=True,
+            counter=self._staging,
+        )
 
     def upload(self, staging: Staging, copies: Sequence[Copy]) -> Ticket:
         self._check()

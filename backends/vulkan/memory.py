@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -15,10 +15,18 @@ from ggufstream.backends.vulkan.api import Buffer
 from ggufstream.backends.vulkan.device import VulkanDevice
 from ggufstream.backends.vulkan.errors import BACKEND
 from ggufstream.backends.vulkan.records import DeviceRecord, MemoryHeap, MemoryType
-from ggufstream.errors import ClosedError, UnsupportedByDeviceError
+from ggufstream.errors import (
+    ClosedError,
+    DeviceError,
+    DeviceLostError,
+    OutOfDeviceMemoryError,
+    OutOfHostMemoryError,
+    UnsupportedByDeviceError,
+)
 from ggufstream.layouts import Bytes
+from ggufstream.pages import MADV_DONTNEED, advise
 
-__all__ = ["Allocation", "HostAllocation", "MemoryPlan", "plan_memory"]
+__all__ = ["Allocation", "HostAllocation", "HostPages", "MemoryPlan", "plan_memory"]
 
 _CHUNK_BYTES: Final = 256 << 20
 
@@ -246,3 +254,91 @@ class HostAllocation(Allocation):
         view = super().view
         assert view is not None
         return view
+
+
+class HostPages:
+    """Whole pages of the host as a buffer, held in place by the driver. Made whole or not at all; freed exactly once.
+
+    Args:
+        device: Uses them.
+        pages: Begin at a page; the last one may end before its end. They are kept as long as the buffer.
+        usage: Of the buffer.
+        counter: Counts the bytes of the pages while they are imported.
+
+    Raises:
+        UnsupportedByDeviceError: The driver does not take these.
+        OutOfDeviceMemoryError: The same, in the driver's words; or it holds too many.
+        OutOfHostMemoryError: The host does not let the driver hold so many.
+    """
+
+    offset: Final = 0
+
+    def __init__(self, device: VulkanDevice, pages: Bytes, *, usage: int, counter: Counter) -> None:
+        device.check()
+        api, owner, address = device.api, device.handle, int(pages.ctypes.data)
+        self.device = device
+        self.nbytes = pages.size + -pages.size % mmap.PAGESIZE
+        self._lock = threading.Lock()
+        unit = device.record.limits.min_imported_host_pointer_alignment
+        if unit is None or address % unit or self.nbytes % unit or not pages.size:
+            raise _refused(f"{pages.size:,} bytes at {address:#x} are not whole units of {unit or 0:,} bytes")
+        with ExitStack() as undo:
+            self._buffer = api.create_buffer(owner, self.nbytes, usage=usage, families=device.families, imported=True)
+            undo.callback(api.destroy_buffer, owner, self._buffer)
+            needed = api.requirements(owner, self._buffer)
+            try:
+                bits = needed.type_bits & api.host_page_types(device.instance.handle, owner, address)
+                # Coherent, as there is nothing to flush: what the kernel reads in must be seen.
+                usable = [t for t in device.record.memory_types if bits >> t.index & 1 and t.coherent]
+                if not usable or needed.nbytes > self.nbytes:
+                    raise _refused(f"no memory type is for {self.nbytes:,} bytes of such pages")
+                memory = api.import_memory(owner, address, self.nbytes, memory_type=usable[0].index)
+                undo.callback(api.free_memory, owner, memory)
+                api.bind_buffer(owner, self._buffer, memory)
+            except (DeviceLostError, OutOfDeviceMemoryError, OutOfHostMemoryError):
+                raise
+            except DeviceError as error:  # "not this handle", in many words
+                raise _refused(error.cause) from None
+            counter.add(self.nbytes)
+            undo.callback(counter.remove, self.nbytes)
+            self._undo = undo.pop_all()
+        self._pages: Bytes | None = pages
+        device.allocations.add(self)
+
+    @property
+    def closed(self) -> bool:
+        return self._pages is None
+
+    @property
+    def buffer(self) -> Buffer:
+        self._check()
+        return self._buffer
+
+    @property
+    def view(self) -> Bytes:
+        """The pages, as the host sees them."""
+        return self._check()
+
+    def _check(self) -> Bytes:
+        if self._pages is None:
+            raise ClosedError("pages of the host were used on a Vulkan device after they were given back")
+        return self._pages
+
+    def flush(self, offset: int, nbytes: int) -> None:
+        """Does nothing: the memory is coherent."""
+
+    def close(self) -> None:
+        """Free everything; the device uses it no more. A second call does nothing."""
+        with self._lock:
+            pages, self._pages = self._pages, None
+        if pages is not None:
+            self.device.allocations.discard(self)
+            self._undo.close()  # the pages stay mapped until here
+            with suppress(OSError):  # the array gives them back as well, but lets nobody run meanwhile
+                advise(pages, MADV_DONTNEED)
+
+
+def _refused(what: str) -> UnsupportedByDeviceError:
+    return UnsupportedByDeviceError(
+        f"the driver does not take such pages: {what}", backend=BACKEND, remedy="Use upload=auto"
+    )

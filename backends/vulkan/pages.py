@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 from contextlib import ExitStack, closing
 from typing import Final
 
@@ -20,17 +19,11 @@ from ggufstream.backends.base import Chunk
 from ggufstream.backends.host_memory import Counter
 from ggufstream.backends.vulkan.api import USAGE_READBACK, USAGE_STORAGE, Buffer, CommandBuffer, Region
 from ggufstream.backends.vulkan.device import HOST_PAGES, VulkanDevice
-from ggufstream.backends.vulkan.errors import BACKEND
-from ggufstream.backends.vulkan.memory import HostAllocation, MemoryPlan
+from ggufstream.backends.vulkan.memory import HostAllocation, HostPages, MemoryPlan
 from ggufstream.backends.vulkan.records import MemoryType, PageAccess
 from ggufstream.backends.vulkan.transfer import Submission
 from ggufstream.errors import (
-    ClosedError,
     DeviceError,
-    DeviceLostError,
-    OutOfDeviceMemoryError,
-    OutOfHostMemoryError,
-    UnsupportedByDeviceError,
 )
 from ggufstream.layouts import Bytes
 from ggufstream.pages import PAGE
@@ -56,75 +49,25 @@ class ImportedPages(Chunk):
     """
 
     def __init__(self, device: VulkanDevice, pages: Bytes, *, counter: Counter) -> None:
-        device.check()
-        api, owner, address = device.api, device.handle, int(pages.ctypes.data)
-        self.nbytes = pages.size + -pages.size % PAGE
-        self._device = device
-        self._lock = threading.Lock()
-        unit = device.record.limits.min_imported_host_pointer_alignment
-        if unit is None or address % unit or self.nbytes % unit or not pages.size:
-            raise _refused(f"{pages.size:,} bytes at {address:#x} are not whole units of {unit or 0:,} bytes")
-        with ExitStack() as undo:
-            self._buffer = api.create_buffer(
-                owner, self.nbytes, usage=USAGE_STORAGE, families=device.families, imported=True
-            )
-            undo.callback(api.destroy_buffer, owner, self._buffer)
-            needed = api.requirements(owner, self._buffer)
-            try:
-                bits = needed.type_bits & api.host_page_types(device.instance.handle, owner, address)
-                # Coherent, as there is nothing to flush: what the kernel reads in must be seen.
-                usable = [t for t in device.record.memory_types if bits >> t.index & 1 and t.coherent]
-                if not usable or needed.nbytes > self.nbytes:
-                    raise _refused(f"no memory type is for {self.nbytes:,} bytes of such pages")
-                memory = api.import_memory(owner, address, self.nbytes, memory_type=usable[0].index)
-                undo.callback(api.free_memory, owner, memory)
-                api.bind_buffer(owner, self._buffer, memory)
-            except (DeviceLostError, OutOfDeviceMemoryError, OutOfHostMemoryError):
-                raise
-            except DeviceError as error:  # "not this handle", in many words
-                raise _refused(error.cause) from None
-            counter.add(self.nbytes)
-            undo.callback(counter.remove, self.nbytes)
-            self._undo = undo.pop_all()
-        self._pages: Bytes | None = pages
-        device.allocations.add(self)
+        self._memory = HostPages(device, pages, usage=USAGE_STORAGE, counter=counter)
+        self.nbytes = self._memory.nbytes
 
     @property
     def handle(self) -> Buffer:
-        self._check()
-        return self._buffer
+        return self._memory.buffer
 
     @property
     def view(self) -> Bytes:
         """The pages, as the host sees them."""
-        return self._check()
-
-    def _check(self) -> Bytes:
-        if self._pages is None:
-            raise ClosedError("pages of a file were used on a Vulkan device after they were given back")
-        return self._pages
+        return self._memory.view
 
     def close(self) -> None:
-        with self._lock:
-            if self._pages is None:
-                return
-            pages, self._pages = self._pages, None
-        self._device.allocations.discard(self)
-
-        def free(_kept: Bytes = pages) -> None:
-            # The pages stay mapped until here: the device may read them.
-            self._undo.close()
-
-        if self._device.settle():
-            free()
-        else:
-            self._device.defer(self._device.settle, free)
-
-
-def _refused(what: str) -> UnsupportedByDeviceError:
-    return UnsupportedByDeviceError(
-        f"the driver does not take pages of a file: {what}", backend=BACKEND, remedy="Use upload=auto"
-    )
+        memory = self._memory
+        if not memory.closed:
+            if memory.device.settle():
+                memory.close()
+            else:
+                memory.device.defer(memory.device.settle, memory.close)
 
 
 def try_pages(device: VulkanDevice, plan: MemoryPlan) -> PageAccess:

@@ -15,10 +15,9 @@ from typing import Final
 import numpy as np
 
 from ggufstream.backends.base import Chunk, Copy, Staging, Ticket
-from ggufstream.backends.host_memory import Counter
 from ggufstream.backends.vulkan.api import USAGE_READBACK, Buffer, CommandBuffer, Region
 from ggufstream.backends.vulkan.device import DeviceQueue, VulkanDevice
-from ggufstream.backends.vulkan.memory import Allocation, HostAllocation
+from ggufstream.backends.vulkan.memory import Allocation, HostAllocation, HostPages
 from ggufstream.backends.vulkan.records import MemoryType
 from ggufstream.errors import ClosedError, DeviceError, DeviceLostError
 from ggufstream.layouts import Bytes
@@ -187,15 +186,14 @@ class VulkanChunk(Chunk):
 class VulkanStaging(Staging):
     """Mapped host memory that starts at a page, with the commands that copy from it."""
 
-    def __init__(self, device: VulkanDevice, nbytes: int, *, memory_type: MemoryType, counter: Counter) -> None:
+    def __init__(self, allocation: HostAllocation | HostPages, nbytes: int) -> None:
         self.nbytes = nbytes
-        with ExitStack() as undo:
-            self.allocation = HostAllocation(
-                device, nbytes, usage=USAGE_READBACK, memory_type=memory_type, page_aligned=True, counter=counter
-            )
-            undo.callback(self.allocation.close)
-            self._submission = Submission(device, device.transfer)
-            undo.pop_all()
+        self.allocation = allocation
+        try:
+            self._submission = Submission(allocation.device, allocation.device.transfer)
+        except BaseException:
+            allocation.close()
+            raise
 
     @property
     def view(self) -> Bytes:

@@ -20,15 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ggufstream.ggml_types import GGMLType
-from ggufstream.layouts.base import Bytes, Extent, Layout, Run
+from ggufstream.layouts.base import STEP_BYTES, Bytes, Extent, Layout, Run
 
 __all__ = ["ROWS", "X8", "tile_dtype"]
 
 ROWS = 8
 """Of a group."""
-
-_STEP_BYTES = 2 << 20
-"""File bytes at a time, as for ``planar``."""
 
 _Copy: TypeAlias = Callable[[npt.NDArray[Any], npt.NDArray[Any]], None]
 
@@ -71,7 +68,7 @@ class X8(Layout):
         tiles = packed[:whole].view(tile_dtype(ggml_type)).reshape(-1, columns)
         blocks = in_file[:whole].view(ggml_type.block_dtype).reshape(-1, ROWS, columns)
         fields = [(tiles[name], blocks[name].transpose(0, 2, 1)) for name in ggml_type.fields]
-        step = max(1, _STEP_BYTES // group)  # a few groups, so that they come from memory once, not for each field
+        step = max(1, STEP_BYTES // group)  # a few groups, so that they come from memory once, not for each field
         for start in range(0, len(tiles), step):
             for places, sources in fields:
                 copy(places[start : start + step], sources[start : start + step])
