@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,9 @@ import ggufstream
 from ggufstream import row_sources
 from ggufstream.backends.base import Backend
 from ggufstream.backends.registry import open_backend
-from ggufstream.cli import main
 from ggufstream.decode import decode
 from ggufstream.errors import DeviceError, FileChangedError, FileError, GGUFStreamError, UnreadableFileError
+from tests.conftest import Call
 from tests.fault_table import RecordFault
 from tests.faults import Action, Calls, a_read_fails, act_before, fails, short
 from tests.gguf_builder import STRING, build, pair, text, u16
@@ -151,18 +151,24 @@ async def use(
         assert any(map(is_in, versions))
 
 
+async def met(calls: Calls, work: Awaitable[None], *fault: Any) -> GGUFStreamError | None:
+    """What comes of some work while a fault is waiting."""
+    calls.start(*fault)
+    try:
+        await work
+    except GGUFStreamError as error:
+        return error
+    finally:
+        calls.stop()
+    return None
+
+
 async def outcome(
     loader: ggufstream.Loader, path: Path, way: Way, calls: Calls, *fault: Any, versions: Sequence[bytes]
 ) -> GGUFStreamError | None:
     """Use a model while a fault is waiting. Whatever comes of it, nothing stays."""
     with open_backend(way.backend) as backend, nothing_is_left(path, backend):
-        calls.start(*fault)
-        error: GGUFStreamError | None = None
-        try:
-            await use(loader, path, backend, way.options, versions)
-        except GGUFStreamError as caught:
-            error = caught
-        calls.stop()
+        error = await met(calls, use(loader, path, backend, way.options, versions), *fault)
         if error is not None:
             gc.collect()
             assert calls.mappings == [], "kept alive by an exception"
@@ -363,21 +369,20 @@ async def test_a_shard_that_fails_is_named(tmp_path: Path, calls: Calls, record_
     with open_backend("cpu") as backend:
         async with ggufstream.Loader(staging_bytes=1 << 20) as loader:
 
-            async def load(*fault: Any) -> FileError | None:
+            async def read_table() -> None:
+                async with await loader.submit(shards[1], backend=backend, **WAYS["pread"].options) as model:
+                    await model[TABLE].read()
+
+            async def load(*fault: Any) -> GGUFStreamError | None:
                 for path in shards:
                     os.utime(path, (1e9, 1e9))
                 with nothing_is_left(shards[0], backend), nothing_is_left(shards[1], backend):
-                    calls.start(*fault)
-                    try:
-                        async with await loader.submit(shards[1], backend=backend, **WAYS["pread"].options) as model:
-                            await model[TABLE].read()
-                    except FileError as error:
-                        assert error.file in files
-                        assert error.file in str(error)
-                        return error
-                    finally:
-                        calls.stop()
-                return None
+                    error = await met(calls, read_table(), *fault)
+                if error is not None:
+                    assert isinstance(error, FileError)
+                    assert error.file in files
+                    assert error.file in str(error)
+                return error
 
             assert await load() is None
             counts = calls.counts.copy()
@@ -402,15 +407,11 @@ async def test_verify_meets_faults(tmp_path: Path, contents: bytes, calls: Calls
             model = await ggufstream.load(path, backend=backend, range_bytes=RANGE, lazy="off", io="pread")
             async with model:
 
-                async def verify(*fault: Any, model: ggufstream.Model = model) -> GGUFStreamError | None:
-                    calls.start(*fault)
-                    try:
-                        assert (await ggufstream.verify(model)).differing == ()
-                    except GGUFStreamError as caught:
-                        return caught
-                    finally:
-                        calls.stop()
-                    return None
+                async def compare(model: ggufstream.Model = model) -> None:
+                    assert (await ggufstream.verify(model)).differing == ()
+
+                async def verify(*fault: Any, work: Callable[[], Awaitable[None]] = compare) -> GGUFStreamError | None:
+                    return await met(calls, work(), *fault)
 
                 assert await verify() is None
                 counts = calls.counts.copy()
@@ -452,16 +453,9 @@ async def test_a_device_that_reads_the_file(io: str, path: Path, calls: Calls, r
 
             async def load(*fault: Any) -> GGUFStreamError | None:
                 with nothing_is_left(path, backend):
-                    calls.start(*fault)
-                    try:
-                        await use(loader, path, backend, options, versions)
-                    except GGUFStreamError as error:
-                        calls.stop()
-                        gc.collect()
-                        return error
-                    finally:
-                        calls.stop()
-                return None
+                    error = await met(calls, use(loader, path, backend, options, versions), *fault)
+                    gc.collect()
+                return error
 
             assert await load() is None
             counts = calls.counts.copy()
@@ -506,21 +500,19 @@ async def test_memory_that_the_kernel_cannot_read_into(
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", ["load", "verify", "rows", "inspect"])
 def test_the_command_line_says_it_in_one_line(
-    verb: str, path: Path, calls: Calls, record_fault: RecordFault, capfd: pytest.CaptureFixture[str]
+    verb: str, path: Path, calls: Calls, record_fault: RecordFault, call: Call
 ) -> None:
     loading = ["--backend", "cpu", "--io", "pread", "--lazy", "on"]
     arguments = [verb, str(path), *{"rows": [TABLE, "3"], "inspect": []}.get(verb, loading)]
     calls.start()
-    assert main(arguments) == 0
+    assert call(*arguments)[0] == 0
     counts = calls.counts.copy()
-    for call in sorted(counts.keys() & {"open", "fstat", "preadv", "read the header"}):
-        for nth in {1, counts[call]}:
-            capfd.readouterr()
-            calls.start(call, nth, fails(errno.EIO))
-            code = main(arguments)
+    for name in sorted(counts.keys() & {"open", "fstat", "preadv", "read the header"}):
+        for nth in {1, counts[name]}:
+            calls.start(name, nth, fails(errno.EIO))
+            code, out, err = call(*arguments)
             calls.stop()
-            out, err = capfd.readouterr()
-            record_fault(f"`{verb}`, {call}: EIO", f"exit code {code}")
+            record_fault(f"`{verb}`, {name}: EIO", f"exit code {code}")
             assert code == 3, err
             assert "Traceback" not in out + err
             assert str(path) in err
