@@ -369,7 +369,7 @@ class MappedSource(Source):
         return view
 
     def drop(self, first: int, last: int) -> bool:
-        with suppress(OSError):  # an advice: the pages are resident until the mapping ends
+        with suppress(OSError):  # advice only: the pages are resident until the mapping ends
             advise(self._view[first * PAGE : last * PAGE], MADV_DONTNEED)
             return True
         return False

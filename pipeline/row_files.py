@@ -70,7 +70,7 @@ class TableFile:
         return merge(ids, offset=self.tensor.offset, row_bytes=self.tensor.row_bytes)
 
     def reopen(self, flags: int = 0) -> int:
-        """The same file, whatever its path names by now, with a position and an advice of its own.
+        """The same file, whatever its path names by now, with a position and advice of its own.
 
         Raises:
             UnreadableFileError: The system refuses.

@@ -315,7 +315,7 @@ class MappedRows(FileRows):
         shifted = runs._replace(first=runs.first - self._origin, last=runs.last - self._origin)
         with self.table.evicting(self._descriptor, runs, self._unmap):
             try:
-                with suppress(OSError):  # an advice; what it could not do, populating does
+                with suppress(OSError):  # advice only; what it could not do, populating does
                     advise_runs(self._bytes, shifted, MADV_WILLNEED)
                 self._populate(shifted, runs)
                 yield self._bytes, runs
