@@ -239,7 +239,7 @@ def _ids(rng: Random, rows: int) -> Any:
         case 0:
             return [*there, rng.choice(edges)]
         case 1:
-            return np.array(there, rng.choice((np.uint8, np.int64, np.float32, np.uint64, np.bool_)))
+            return np.array(there, np.int64).astype(rng.choice((np.uint8, np.int64, np.float32, np.uint64, np.bool_)))
         case 2:
             return [there, there]
         case _:

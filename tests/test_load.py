@@ -26,6 +26,7 @@ from ggufstream.errors import (
 from ggufstream.events import ArenaGrown, Event, LoadFailed, LoadFinished, LoadStarted, Planned, Progress, TensorReady
 from ggufstream.ggml_types import GGMLType
 from ggufstream.layouts import Layout
+from tests.gguf_builder import Tensor, build
 from tests.plans import Device
 from tests.small_models import MIXED, write_model
 
@@ -388,3 +389,21 @@ async def test_what_was_released_is_counted_once(tmp_path: Path, io: str, page_c
         assert released == 0
     else:
         assert 0.9 * model.index.tensor_bytes < released <= model.report.file_bytes + 4096
+
+
+@pytest.mark.asyncio
+async def test_sums_beyond_float32_differ_with_the_order_of_summation_and_that_is_no_difference(tmp_path: Path) -> None:
+    """Random bits as scales make such weights: some orders overflow on the way to a sum that is finite."""
+    values = np.random.default_rng(0).choice(np.float32([3e38, -3e38, 1e38]), (40, 256))
+    path = tmp_path / "huge.gguf"
+    path.write_bytes(build([Tensor(name="output.weight", dims=(256, 40), data=values.tobytes())]))
+    with CpuBackend() as backend:
+        async with await ggufstream.load(path, backend=backend) as model:
+            x = np.random.default_rng(0).standard_normal((1, 256), np.float32)
+            assert not np.isfinite(await model.linear("output.weight", x)).all()
+            report = await ggufstream.verify(model)
+            assert (report.products, report.differing) == (1, ())
+            chunk, offset = model["output.weight"].slices[0].chunk, model["output.weight"].slices[0].offset
+            assert chunk.view is not None
+            chunk.view[offset + 3] ^= 0x7F
+            assert len((await ggufstream.verify(model)).differing) == 1
