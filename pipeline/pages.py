@@ -173,7 +173,7 @@ class CacheLook:
 def evict(descriptor: int, first: int, last: int) -> bool:
     """Drop the pages ``[first, last)`` of a file from the page cache. Does nothing for pages that are mapped.
 
-    It is an advice: where the system does not take it, the pages stay, and this says False.
+    It is only advice: where the system does not take it, the pages stay, and this says False.
     """
     if last > first:  # a length of zero would mean all of the file
         with suppress(OSError):
