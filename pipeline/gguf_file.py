@@ -15,7 +15,7 @@ import re
 import stat
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
@@ -449,7 +449,7 @@ def _merge(given: str, parts: Sequence[tuple[Shard, Header]]) -> FileIndex:
         metadata = dict(metadata)
         for number, (_, header) in enumerate(parts[1:], 1):
             metadata |= {key: value for key, value in header.metadata.items() if key not in metadata}
-            tensors += tuple(replace(t, shard=number) for t in header.tensors)
+            tensors += tuple(t._replace(shard=number) for t in header.tensors)
     _check_total(parts)
     return FileIndex(
         path=given,

@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from operator import attrgetter
 from typing import TypeAlias, TypeVar
 
 from ggufstream.errors import (
@@ -62,6 +63,7 @@ files have some dozens, none, and, with each expert of a large mixture apart, 46
 _TENSOR_MIN, _KEY_VALUE_MIN, _STRING_MIN = 24, 13, 8  # the least bytes that a record can take
 _PREAMBLE = struct.Struct("<4sIQQ")  # magic, version, tensors, key-value pairs
 _U32 = struct.Struct("<I")
+_DIMS_TYPE_OFFSET = [struct.Struct(f"<{n}QIQ") for n in range(MAX_DIMS + 1)]
 _PROBABLY_CORRUPT = "The header is probably corrupt; download the file again."
 _RECORD_WORK = 16  # a key, a tensor or an inner array takes as long as so many strings in an array
 
@@ -99,16 +101,18 @@ def parse_header(path: str, file_size: int) -> Steps[Header]:
 
 
 class _Parser:
-    """The bytes seen so far and the place in them. ``where`` names the record at work, for messages."""
+    """The bytes seen so far and the place in them. ``record`` is the one at work, for messages: what it is, and its name,
+    or its number and how many there are.
+    """
 
-    __slots__ = ("data", "inner_arrays", "path", "pos", "size", "where", "work")
+    __slots__ = ("data", "inner_arrays", "path", "pos", "record", "size", "work")
 
     def __init__(self, path: str, size: int) -> None:
         self.path = path
         self.size = size
         self.data = bytearray()
         self.pos = 0
-        self.where = "header"
+        self.record: tuple[str] | tuple[str, str] | tuple[str, int, int] = ("header",)
         self.inner_arrays = 0
         self.work = 0  # strings and other small steps since the last pause
 
@@ -122,11 +126,11 @@ class _Parser:
         del self.data[end:]
         data_offset = end + -end % alignment
         tensors = sorted(
-            (
-                TensorInfo(name=name, type=type_, dims=dims, shard=0, offset=data_offset + offset, nbytes=nbytes)
+            [
+                TensorInfo(name, type_, dims, 0, data_offset + offset, nbytes)
                 for name, type_, dims, offset, nbytes in records
-            ),
-            key=lambda t: t.offset,
+            ],
+            key=attrgetter("offset"),
         )
         yield 0
         settled, warnings = settle_q2_0(self.path, self.size, tensors, alignment=alignment)
@@ -140,6 +144,17 @@ class _Parser:
             data_offset=data_offset,
             warnings=warnings,
         )
+
+    @property
+    def where(self) -> str:
+        """The record at work, for a message."""
+        match self.record:
+            case kind, number, count:
+                return f"{kind} {number} of {count}"
+            case kind, name:
+                return f"{kind} {quoted(name)}"
+            case (kind,):
+                return kind
 
     def _need(self, n: int, what: str) -> Steps[None]:
         """Have ``n`` bytes from ``pos`` on."""
@@ -203,7 +218,7 @@ class _Parser:
     def _metadata(self, n_pairs: int) -> Steps[dict[str, object]]:
         metadata: dict[str, object] = {}
         for index in range(n_pairs):
-            self.where = f"key {index + 1} of {n_pairs}"
+            self.record = "key", index + 1, n_pairs
             start = self.pos
             key = yield from self._string("key")
             if isinstance(key, bytes):
@@ -212,7 +227,7 @@ class _Parser:
                 raise self._malformed(f"{self.where} is empty", offset=start)
             if key in metadata:
                 raise self._malformed(f"duplicate key {quoted(key)}: it is there twice", offset=start)
-            self.where = f"key {quoted(key)}"
+            self.record = "key", key
             type_id = yield from self._u32("value type")
             metadata[key] = yield from self._value(type_id)
             if key == "general.alignment" and (type_id == 7 or not isinstance(metadata[key], int)):
@@ -324,11 +339,23 @@ class _Parser:
         return value
 
     def _tensor_table(self, n_tensors: int) -> Steps[list[tuple[str, GGMLType, tuple[int, ...], int, int]]]:
-        records, seen = [], set()
+        """Name, type, dimensions, offset and bytes of each tensor. A hot loop: there may be tens of thousands."""
+        data, u32, u64 = self.data, _U32.unpack_from, U64.unpack_from
+        records: list[tuple[str, GGMLType, tuple[int, ...], int, int]] = []
+        seen: set[str] = set()
+        kinds: dict[tuple[int, ...], tuple[GGMLType, tuple[int, ...], int]] = {}
+        """Type, dimensions and bytes, by what the file says of both: many tensors are alike."""
         for index in range(n_tensors):
-            self.where = f"tensor {index + 1} of {n_tensors}"
+            self.record = "tensor", index + 1, n_tensors
             start = self.pos
-            name = yield from self._string("tensor name")
+            if start + 8 > len(data):
+                yield from self._need(8, "tensor name length")
+            self.pos += 8
+            end = self.pos + u64(data, start)[0]
+            if end > len(data):
+                yield from self._need(end - self.pos, "tensor name")
+            name = decode_text(data[self.pos : end])
+            self.pos = end
             if isinstance(name, bytes):
                 raise self._malformed(f"{self.where} has a name that is not UTF-8: {quoted(name)}", offset=start)
             if not name:
@@ -336,25 +363,32 @@ class _Parser:
             if name in seen:
                 raise self._malformed(f"duplicate tensor {quoted(name)}: it is there twice", tensor=name, offset=start)
             seen.add(name)
-            self.where = f"tensor {quoted(name)}"
-            dims = yield from self._dims(name)
-            type_id = yield from self._u32("type")
-            offset = yield from self._u64("offset")
-            type_ = self._tensor_type(name, type_id)
-            records.append((name, type_, dims, offset, self._nbytes(name, type_, dims)))
+            self.record = "tensor", name
+            if end + 4 > len(data):
+                yield from self._need(4, "dimension count")
+            n_dims = u32(data, end)[0]
+            if n_dims > MAX_DIMS:
+                what = f"{self.where} has {n_dims} dimensions (n_dims), the format allows {MAX_DIMS}"
+                raise self._malformed(what, tensor=name, offset=end)
+            start = self.pos = end + 4
+            fields = _DIMS_TYPE_OFFSET[n_dims]
+            end = start + fields.size
+            if end > len(data):
+                for what, size in (("dimensions", 8 * n_dims), ("type", 4), ("offset", 8)):
+                    yield from self._need(size, what)
+                    self.pos += size
+            self.pos = end
+            *kind, offset = fields.unpack_from(data, start)
+            known = kinds.get(alike := tuple(kind))
+            if known is None:
+                *dims, type_id = kind
+                type_ = self._tensor_type(name, type_id)
+                known = kinds[alike] = type_, tuple(dims), self._nbytes(name, type_, tuple(dims))
+            type_, shared_dims, nbytes = known
+            records.append((name, type_, shared_dims, offset, nbytes))
             if self._tired(_RECORD_WORK):
                 yield 0
         return records
-
-    def _dims(self, name: str) -> Steps[tuple[int, ...]]:
-        n = yield from self._u32("dimension count")
-        if n > MAX_DIMS:
-            what = f"{self.where} has {n} dimensions (n_dims), the format allows {MAX_DIMS}"
-            raise self._malformed(what, tensor=name, offset=self.pos - 4)
-        yield from self._need(8 * n, "dimensions")
-        dims: tuple[int, ...] = struct.unpack_from(f"<{n}Q", self.data, self.pos)
-        self.pos += 8 * n
-        return dims
 
     def _tensor_type(self, name: str, type_id: int) -> GGMLType:
         if (known := BY_ID.get(type_id)) is not None:

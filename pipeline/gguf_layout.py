@@ -10,8 +10,8 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from ggufstream.errors import MalformedFileError, TruncatedFileError, UnsupportedFileError
 from ggufstream.ggml_types import Q2_0_G128, GGMLType
@@ -22,9 +22,8 @@ TOO_LARGE = 1 << 63
 """Sizes are signed 64-bit integers in ggml and in the system."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorInfo:
-    """One tensor: what it is and which bytes of which shard hold it.
+class TensorInfo(NamedTuple):
+    """One tensor: what it is and which bytes of which shard hold it. A tuple, because there may be tens of thousands.
 
     ``dims`` is as in the file, fastest first; ``shape`` is the numpy order. ``offset`` counts bytes from the start of
     the shard's file and ``nbytes`` is exactly type times shape, without padding.
@@ -90,6 +89,8 @@ def settle_q2_0(
         UnsupportedFileError: Some tensors fit only the one layout, some only the other.
         MalformedFileError: A tensor's space fits neither.
     """
+    if not any(t.type.id == Q2_0_G128.id for t in tensors):
+        return tensors, ()
     filled = [t for t in tensors if t.nbytes]
     ends = [t.offset for t in filled[1:]] + [size]
     spaces = [(t, end - t.offset) for t, end in zip(filled, ends, strict=False) if t.type.id == Q2_0_G128.id]
@@ -144,7 +145,7 @@ def _as_older(path: str, tensor: TensorInfo) -> TensorInfo:
             offset=tensor.offset,
             remedy="The file is corrupt; download it again, or convert the model anew with a current ggml.",
         )
-    return replace(tensor, type=Q2_0_G128, nbytes=_older_bytes(tensor))
+    return tensor._replace(type=Q2_0_G128, nbytes=_older_bytes(tensor))
 
 
 def _q2_0_room(tensor: TensorInfo, space: int) -> str:

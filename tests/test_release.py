@@ -168,7 +168,7 @@ def test_an_empty_table_keeps_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
     index = index_of([Spec(TABLE.format(0), "I8", (0, 7)), Spec("blk.0.attn_norm.weight", "I8", (9 * PAGE,))])
     empty, norm = index.tensors
     for offset in (norm.offset, 4 * PAGE, 4 * PAGE + 32, 8 * PAGE):
-        moved = replace(empty, offset=offset)
+        moved = empty._replace(offset=offset)
         load_plan = plan_of(index, lazy="on", range_bytes=4096)
         entries = (load_plan.entries[0]._replace(tensor=moved), load_plan.entries[1])
         load_plan = replace(load_plan, entries=entries)
@@ -183,7 +183,7 @@ def test_an_empty_table_within_a_table_does_not_give_that_away(monkeypatch: pyte
     index = index_of([Spec(TABLE.format(0), "I8", (PAGE, 9)), Spec(TABLE.format(1), "I8", (0, 7))])
     load_plan = plan_of(index, lazy="on")
     table, empty = load_plan.entries
-    load_plan = replace(load_plan, entries=(table, empty._replace(tensor=replace(empty.tensor, offset=4 * PAGE))))
+    load_plan = replace(load_plan, entries=(table, empty._replace(tensor=empty.tensor._replace(offset=4 * PAGE))))
     watch = Watch(load_plan, index.shards, monkeypatch)
     watch.releaser.finish()
     assert watch.sources[0].evicted == []
