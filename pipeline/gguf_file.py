@@ -14,7 +14,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -41,6 +41,8 @@ from ggufstream.threads import in_thread, uninterrupted
 
 __all__ = ["FileIdentity", "FileIndex", "LazyArray", "Shard", "TensorInfo", "closest_names", "read_index"]
 
+FIRST_READ_BYTES = 1 << 16
+"""All of a header without a vocabulary."""
 READ_BYTES = 1 << 20  # appending a chunk holds the GIL, so it does not grow
 _COMPARED = 64
 """Names that are compared with one that is not there, and the most characters of each: comparing takes the product of
@@ -236,21 +238,15 @@ async def _read_shard(path: str, on_open: Callable[[str, int], None] | None) -> 
 
     try:
         async with aiofiles.open(path, "rb", buffering=0, opener=opener) as file:
-            identity = identities[0]
-            header = await _read_header(file.read, path, identity.size)
-            shard = Shard(
-                path=path,
-                size=identity.size,
-                identity=identity,
-                header_bytes=header.header_bytes,
-                data_offset=header.data_offset,
-            )
-            await in_thread(partial(shard.check_unchanged, file.fileno()))
+            reading = _Reading(path, identities[0], file.fileno())
+            nbytes = min(FIRST_READ_BYTES, READ_BYTES)
+            while (found := await in_thread(partial(reading.take, await file.read(nbytes)))) is None:
+                nbytes = READ_BYTES
     except OSError as error:
         if isinstance(error, FileError):
             raise
         raise await in_thread(partial(_os_error, path, error)) from error
-    return shard, header
+    return found
 
 
 def _open(path: str, flags: int) -> tuple[int, FileIdentity]:
@@ -283,27 +279,38 @@ def _require_regular(path: str, mode: int) -> None:
         raise UnreadableFileError(what, file=path, errno=number, remedy="Give the path of a .gguf file.")
 
 
-async def _read_header(read: Callable[[int], Coroutine[object, object, bytes]], path: str, size: int) -> Header:
-    parser = parse_header(path, size)
-    chunk: bytes | None = None
-    while True:
-        header = await in_thread(partial(_advance, parser, chunk))
-        if header is not None:
-            return header
-        chunk = await read(READ_BYTES)
+class _Reading:
+    """A header that is being read."""
 
+    def __init__(self, path: str, identity: FileIdentity, descriptor: int) -> None:
+        self._path = path
+        self._identity = identity
+        self._descriptor = descriptor
+        self._parser: Steps[Header] | None = None
 
-def _advance(parser: Steps[Header], chunk: bytes | None) -> Header | None:
-    """Run the parser until it wants bytes (``None``) or is done, giving up the GIL at its pauses."""
-    try:
-        wanted = next(parser) if chunk is None else parser.send(chunk)
-        while wanted == 0:
-            time.sleep(0)
-            wanted = parser.send(b"")
-    except StopIteration as stop:
-        header: Header = stop.value
-        return header
-    return None
+    def take(self, chunk: bytes) -> tuple[Shard, Header] | None:
+        """Parse what was read; ``None`` where more is wanted. Gives up the GIL at the parser's pauses."""
+        try:
+            if self._parser is None:
+                self._parser = parse_header(self._path, self._identity.size)
+                next(self._parser)
+            wanted = self._parser.send(chunk)
+            while wanted == 0:
+                time.sleep(0)
+                wanted = self._parser.send(b"")
+        except StopIteration as stop:
+            header: Header = stop.value
+        else:
+            return None
+        shard = Shard(
+            path=self._path,
+            size=self._identity.size,
+            identity=self._identity,
+            header_bytes=header.header_bytes,
+            data_offset=header.data_offset,
+        )
+        shard.check_unchanged(self._descriptor)
+        return shard, header
 
 
 def _os_error(path: str, error: OSError) -> FileError:

@@ -63,9 +63,11 @@ files have some dozens, none, and, with each expert of a large mixture apart, 46
 _TENSOR_MIN, _KEY_VALUE_MIN, _STRING_MIN = 24, 13, 8  # the least bytes that a record can take
 _PREAMBLE = struct.Struct("<4sIQQ")  # magic, version, tensors, key-value pairs
 _U32 = struct.Struct("<I")
-_DIMS_TYPE_OFFSET = [struct.Struct(f"<{n}QIQ") for n in range(MAX_DIMS + 1)]
+_KIND_AND_OFFSET = [struct.Struct(f"<{8 * n + 4}sQ") for n in range(MAX_DIMS + 1)]
+"""Dimensions and type, which many tensors share, and the offset, by the number of dimensions."""
 _PROBABLY_CORRUPT = "The header is probably corrupt; download the file again."
-_RECORD_WORK = 16  # a key, a tensor or an inner array takes as long as so many strings in an array
+_RECORD_WORK = 16  # a key or an inner array takes as long as so many strings in an array
+_RECORDS_A_PAUSE = 256
 
 _T = TypeVar("_T")
 Steps: TypeAlias = Generator[int, bytes, _T]
@@ -128,7 +130,7 @@ class _Parser:
         tensors = sorted(
             [
                 TensorInfo(name, type_, dims, 0, data_offset + offset, nbytes)
-                for name, type_, dims, offset, nbytes in records
+                for name, type_, dims, nbytes, offset in records
             ],
             key=attrgetter("offset"),
         )
@@ -339,23 +341,24 @@ class _Parser:
         return value
 
     def _tensor_table(self, n_tensors: int) -> Steps[list[tuple[str, GGMLType, tuple[int, ...], int, int]]]:
-        """Name, type, dimensions, offset and bytes of each tensor. A hot loop: there may be tens of thousands."""
+        """Name, type, dimensions, bytes and offset of each tensor. A hot loop: there may be tens of thousands."""
         data, u32, u64 = self.data, _U32.unpack_from, U64.unpack_from
+        pos, have = self.pos, len(data)
         records: list[tuple[str, GGMLType, tuple[int, ...], int, int]] = []
         seen: set[str] = set()
-        kinds: dict[tuple[int, ...], tuple[GGMLType, tuple[int, ...], int]] = {}
+        kinds: dict[bytes, tuple[GGMLType, tuple[int, ...], int]] = {}
         """Type, dimensions and bytes, by what the file says of both: many tensors are alike."""
         for index in range(n_tensors):
             self.record = "tensor", index + 1, n_tensors
-            start = self.pos
-            if start + 8 > len(data):
-                yield from self._need(8, "tensor name length")
-            self.pos += 8
-            end = self.pos + u64(data, start)[0]
-            if end > len(data):
-                yield from self._need(end - self.pos, "tensor name")
-            name = decode_text(data[self.pos : end])
-            self.pos = end
+            start = pos
+            if pos + 8 > have:
+                have = yield from self._more(pos, 8, "tensor name length")
+            pos += 8
+            end = pos + u64(data, start)[0]
+            if end > have:
+                have = yield from self._more(pos, end - pos, "tensor name")
+            name = decode_text(data[pos:end])
+            pos = end
             if isinstance(name, bytes):
                 raise self._malformed(f"{self.where} has a name that is not UTF-8: {quoted(name)}", offset=start)
             if not name:
@@ -364,31 +367,42 @@ class _Parser:
                 raise self._malformed(f"duplicate tensor {quoted(name)}: it is there twice", tensor=name, offset=start)
             seen.add(name)
             self.record = "tensor", name
-            if end + 4 > len(data):
-                yield from self._need(4, "dimension count")
-            n_dims = u32(data, end)[0]
+            if pos + 4 > have:
+                have = yield from self._more(pos, 4, "dimension count")
+            n_dims = u32(data, pos)[0]
             if n_dims > MAX_DIMS:
                 what = f"{self.where} has {n_dims} dimensions (n_dims), the format allows {MAX_DIMS}"
-                raise self._malformed(what, tensor=name, offset=end)
-            start = self.pos = end + 4
-            fields = _DIMS_TYPE_OFFSET[n_dims]
-            end = start + fields.size
-            if end > len(data):
+                raise self._malformed(what, tensor=name, offset=pos)
+            pos += 4
+            fields = _KIND_AND_OFFSET[n_dims]
+            end = pos + fields.size
+            if end > have:
                 for what, size in (("dimensions", 8 * n_dims), ("type", 4), ("offset", 8)):
-                    yield from self._need(size, what)
-                    self.pos += size
-            self.pos = end
-            *kind, offset = fields.unpack_from(data, start)
-            known = kinds.get(alike := tuple(kind))
+                    have = yield from self._more(pos, size, what)
+                    pos += size
+            kind, offset = fields.unpack_from(data, end - fields.size)
+            pos = end
+            known = kinds.get(kind)
             if known is None:
-                *dims, type_id = kind
-                type_ = self._tensor_type(name, type_id)
-                known = kinds[alike] = type_, tuple(dims), self._nbytes(name, type_, tuple(dims))
-            type_, shared_dims, nbytes = known
-            records.append((name, type_, shared_dims, offset, nbytes))
-            if self._tired(_RECORD_WORK):
+                self.pos = pos
+                known = kinds[kind] = self._kind(name, kind)
+            records.append((name, *known, offset))
+            if index % _RECORDS_A_PAUSE == 0:
                 yield 0
+        self.pos = pos
         return records
+
+    def _more(self, pos: int, n: int, what: str) -> Steps[int]:
+        """Have ``n`` bytes from ``pos`` on; how many there are in all."""
+        self.pos = pos
+        yield from self._need(n, what)
+        return len(self.data)
+
+    def _kind(self, name: str, kind: bytes) -> tuple[GGMLType, tuple[int, ...], int]:
+        """Type, dimensions and bytes of a tensor, of its dimensions and type as in the file."""
+        *dims, type_id = struct.unpack(f"<{len(kind) // 8}QI", kind)
+        type_ = self._tensor_type(name, type_id)
+        return type_, tuple(dims), self._nbytes(name, type_, tuple(dims))
 
     def _tensor_type(self, name: str, type_id: int) -> GGMLType:
         if (known := BY_ID.get(type_id)) is not None:

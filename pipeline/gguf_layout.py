@@ -170,7 +170,8 @@ def check_layout(
     """
     filled = [t for t in tensors if t.nbytes]
     for tensor in tensors:
-        _check_range(path, size, tensor, data_offset=data_offset, alignment=alignment)
+        if tensor.offset + tensor.nbytes > size or (tensor.offset - data_offset) % alignment:
+            _check_range(path, size, tensor, data_offset=data_offset, alignment=alignment)
     for first, second in pairwise(filled):
         if first.offset + first.nbytes > second.offset:
             raise MalformedFileError(
@@ -186,6 +187,7 @@ def check_layout(
 
 
 def _check_range(path: str, size: int, tensor: TensorInfo, *, data_offset: int, alignment: int) -> None:
+    """What is wrong with a tensor that is not within the file, or not aligned; nothing, maybe, if it has no bytes."""
     relative = tensor.offset - data_offset
     end = tensor.offset + tensor.nbytes
     # A tensor without bytes may sit in padding that the file need not have.
