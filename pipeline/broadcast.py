@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Self
-from weakref import WeakSet
+from weakref import ReferenceType, ref
 
 import anyio
 
@@ -27,8 +27,8 @@ from ggufstream.sinks import StructlogSink
 
 __all__ = ["Broadcast", "EventReader"]
 
-_MILESTONES = (LoadStarted, LoadWaiting, HeaderRead, Planned, LoadFinished, LoadFailed, LoadCancelled)
-_ENDS = (LoadFinished, LoadFailed, LoadCancelled)
+_ENDS = frozenset({LoadFinished, LoadFailed, LoadCancelled})
+_MILESTONES = _ENDS | {LoadStarted, LoadWaiting, HeaderRead, Planned}
 
 _BACKLOG = 256
 """Events that wait for one reader at most; of milestones and progress only the latest of a kind is kept anyway."""
@@ -56,14 +56,15 @@ class EventReader:
         """Never waits. What comes after an end of the job is ignored."""
         if self._is_complete:
             return
-        if isinstance(event, (Progress, *_MILESTONES)):
-            self._waiting.pop(type(event), None)
-            self._waiting[type(event)] = event
+        kind = type(event)
+        if kind is Progress or kind in _MILESTONES:
+            self._waiting.pop(kind, None)
+            self._waiting[kind] = event
         elif len(self._waiting) < _BACKLOG:
             self._waiting[next(self._numbers)] = event
         else:
             self._dropped += 1
-        self._is_complete = isinstance(event, _ENDS)
+        self._is_complete = kind in _ENDS
         self._arrived.set()
 
     def __aiter__(self) -> Self:
@@ -90,7 +91,7 @@ class Broadcast:
     def __init__(self, sinks: Sequence[EventSink], log: StructlogSink) -> None:
         self._sinks = list(sinks)
         self._log = log
-        self._readers: WeakSet[EventReader] = WeakSet()
+        self._readers: list[ReferenceType[EventReader]] = []
         self._milestones: dict[type[Event], Event] = {}
         self._progress: Progress | None = None
 
@@ -98,11 +99,11 @@ class Broadcast:
         """Send an event. A sink that raises is dropped with a record; the load goes on."""
         if isinstance(event, Progress):
             self._progress = event
-        elif isinstance(event, _MILESTONES):
-            for kind in _ENDS if isinstance(event, _ENDS) else (type(event),):
+        elif type(event) in _MILESTONES:
+            for kind in _ENDS if type(event) in _ENDS else (type(event),):
                 self._milestones.pop(kind, None)
             self._milestones[type(event)] = event
-        for sink in list(self._sinks):
+        for sink in tuple(self._sinks):
             try:
                 sink(event)
             except (KeyboardInterrupt, SystemExit):
@@ -111,24 +112,30 @@ class Broadcast:
                 self._sinks.remove(sink)
                 with suppress(Exception):  # the log may be the one that fails
                     self._log.sink_failed(event.load_id, sink, error)
-        for reader in list(self._readers):
+        for reader in self._present():
             reader.put(event)
+
+    def _present(self) -> Iterator[EventReader]:
+        """Readers that somebody reads."""
+        for reference in tuple(self._readers):
+            if (reader := reference()) is not None:
+                yield reader
 
     @property
     def past(self) -> list[Event]:
         """What a late reader is told: milestones, and the latest progress before the end."""
         events = list(self._milestones.values())
         if self._progress is not None:
-            at = len(events) - (1 if events and isinstance(events[-1], _ENDS) else 0)
+            at = len(events) - (1 if events and type(events[-1]) in _ENDS else 0)
             events.insert(at, self._progress)
         return events
 
     def reader(self) -> EventReader:
         """One more reader."""
         reader = EventReader(self.past)
-        self._readers.add(reader)
+        self._readers.append(ref(reader, self._readers.remove))
         return reader
 
     def statistics(self) -> list[dict[str, int]]:
         """Of each reader."""
-        return [reader.statistics() for reader in list(self._readers)]
+        return [reader.statistics() for reader in self._present()]

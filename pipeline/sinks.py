@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 __all__ = ["RichProgress", "StructlogSink", "flatten_report"]
 
 _LONGEST_NAME = 120
+_DETAILS = frozenset({Progress, TensorReady, RangeMoved, Sampled})
+"""Events at debug level: there may be tens of thousands."""
 
 
 def flatten_report(report: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,7 +90,7 @@ class StructlogSink:
         self._log = chosen.bind()  # structlog's own stand-in would look its settings up for each event
 
     def __call__(self, event: Event, /) -> None:
-        if isinstance(event, Progress | TensorReady | RangeMoved | Sampled) and not self._tells_details():
+        if type(event) in _DETAILS and not self._tells_details():
             return
         match event:
             case RangeMoved():

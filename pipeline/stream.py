@@ -115,7 +115,11 @@ class Stream:
         self._checks = checks
         self._emit = emit
         self._largest = max((part.nbytes for part in plan.ranges), default=0)
-        self._repacking = {part.arena for part in plan.ranges if not self._is_verbatim(part)}
+        self._verbatim = [
+            all(plan.entries[piece.entry].layout.verbatim for piece in part.pieces) for part in plan.ranges
+        ]
+        """Of each range, whether all of it goes in unchanged."""
+        self._repacking = {part.arena for part in plan.ranges if not self._verbatim[part.index]}
         """Arenas of which some range does not go in unchanged."""
         scratch_bytes = max((source.scratch_bytes(self._largest) for source in sources), default=0)
         scratch_memory = MemoryCounter()
@@ -267,13 +271,10 @@ class Stream:
         facts = None if device is None else self._plan.devices[device]
         readable = facts is None or not facts.direct or facts.memory == "host"
         return (
-            self._is_verbatim(part)
+            self._verbatim[part.index]
             and self._sources[part.shard].reads_in_place
             and (readable or not self._checks.of_tensors)
         )
-
-    def _is_verbatim(self, part: Range) -> bool:
-        return all(self._plan.entries[piece.entry].layout.verbatim for piece in part.pieces)
 
     async def _grow(self, runs: MemoryObjectSendStream[Sequence[Range]]) -> None:
         """Have memory for the slices of all ranges, in order, some chunks ahead: it takes a device as long to allocate one

@@ -18,6 +18,7 @@ from ggufstream.events import (
     Planned,
     RangeMoved,
     Sampled,
+    TensorReady,
 )
 
 __all__ = ["PHASES", "Failure", "Outcome", "Phase", "PhaseName", "Timeline"]
@@ -71,6 +72,8 @@ class Timeline:
         self._ended = 0.0
 
     def __call__(self, event: Event, /) -> None:
+        if type(event) is TensorReady:
+            return  # of which there may be tens of thousands
         now = time.perf_counter()
         if not self.load_id:
             self.load_id = event.load_id
