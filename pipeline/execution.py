@@ -521,6 +521,7 @@ def _totals(load_plan: LoadPlan, names: Sequence[str], key: Callable[[Any], str]
     tensors: Counter[str] = Counter(dict.fromkeys(names, 0))
     nbytes: Counter[str] = Counter()
     for entry in load_plan.entries:
-        tensors[key(entry)] += 1
-        nbytes[key(entry)] += entry.tensor.nbytes if entry.placement is Placement.ROWS else entry.device_bytes
+        name = key(entry)
+        tensors[name] += 1
+        nbytes[name] += entry.tensor.nbytes if entry.placement is Placement.ROWS else entry.device_bytes
     return {name: PlacementReport(tensors=count, bytes=nbytes[name]) for name, count in tensors.items()}

@@ -49,8 +49,10 @@ class PlanEntry(NamedTuple):
     """What becomes of one tensor. A tuple, because there may be tens of thousands."""
 
     tensor: TensorInfo
-    intent: Intent
     layer: int
+    first_slice: int
+    """Number of the first among the slices of the arena, in load order; the others follow it."""
+    intent: Intent
     placement: Placement
     layout: Layout
     device: int | None
@@ -59,21 +61,13 @@ class PlanEntry(NamedTuple):
     """Name of the arena; ``None`` for ``ROWS``."""
     slices: tuple[SlicePlan, ...]
     """In row order; empty where nothing is loaded (``ROWS``, or no elements)."""
-    first_slice: int
-    """Number of the first among the slices of the arena, in load order; the others follow it."""
+    device_bytes: int
+    """At the destination."""
+    is_decoded: bool
+    """The destination has the elements as float32, from which the file's bytes cannot be had again."""
     reason: str
     is_fallback: bool
     """The tensor does not end where its intent asks for, or not as the file has it."""
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes at the destination."""
-        return sum(part.nbytes for part in self.slices)
-
-    @property
-    def is_decoded(self) -> bool:
-        """The destination has the elements as float32, from which the file's bytes cannot be had again."""
-        return any(self.layout.contents(part.extent) != part.extent for part in self.slices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

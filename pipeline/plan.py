@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 from ggufstream.backends.base import Backend, Capabilities, cannot_map
 from ggufstream.decode import DECODABLE
@@ -18,6 +19,7 @@ from ggufstream.errors import OptionError, UnsupportedFileError
 from ggufstream.gguf_file import FileIndex, closest_names
 from ggufstream.gguf_layout import TensorInfo, quoted
 from ggufstream.layer_split import split_layers
+from ggufstream.layouts import Layout
 from ggufstream.load_plan import DEVICE, HOST, ArenaPlan, Held, LoadPlan, PlanEntry, SlicePlan, Span, memory_needs
 from ggufstream.options import Intent, LoadOptions, Placement
 from ggufstream.pages import PAGE, page_span
@@ -183,10 +185,10 @@ class _ArenaBuilder:
     slice_bytes: list[int] = field(default_factory=list)
     tensors: list[TensorInfo] = field(default_factory=list)
 
-    def add(self, tensor: TensorInfo, slices: Iterable[SlicePlan]) -> int:
+    def add(self, tensor: TensorInfo, slice_bytes: Iterable[int]) -> int:
         """Room for a tensor; the number of its first slice."""
         first = len(self.slice_bytes)
-        self.slice_bytes += [part.nbytes + -part.nbytes % self.alignment for part in slices]
+        self.slice_bytes += slice_bytes
         if self.mapped:
             self.tensors.append(tensor)
         return first
@@ -225,13 +227,24 @@ def _place(tensor: TensorInfo, spans: Sequence[Span]) -> tuple[int, int]:
     return i, tensor.offset - spans[i].first * PAGE
 
 
+class _Kind(NamedTuple):
+    """What tensors that are alike have in common."""
+
+    arena: _ArenaBuilder | None
+    """``None`` where nothing is loaded."""
+    slice_bytes: Sequence[int]
+    """Padded."""
+    common: tuple[Intent, Placement, Layout, int | None, str | None, tuple[SlicePlan, ...], int, bool, str, bool]
+    """The last fields of a ``PlanEntry``."""
+
+
 class _Planner:
     """Decides tensor by tensor, in load order, and fills the arenas with their slices."""
 
     def __init__(self, decider: Decider, devices: Sequence[Capabilities]) -> None:
         self._decider = decider
         self._devices = devices
-        self._slices: dict[Decision, tuple[SlicePlan, ...]] = {}
+        self._kinds: dict[Decision, _Kind] = {}
         self.arenas: dict[tuple[int | None, bool], _ArenaBuilder] = {}
         for i, device in enumerate(devices):
             suffix = f":{i}" if len(devices) > 1 else ""
@@ -243,39 +256,41 @@ class _Planner:
 
     def entry(self, tensor: TensorInfo, role: Role, layers: Mapping[int, int]) -> PlanEntry:
         decision = self._decider.decide(tensor, role, layers[role.layer])
-        slices = self._slices.get(decision)
-        if slices is None:
-            slices = self._slices[decision] = self._cut(tensor, decision)
-        arena = None if decision.placement is Placement.ROWS else self.arenas[decision.device, decision.mapped]
-        reason = decision.reason
-        if len(slices) > 1 and decision.device is not None:
-            limit = slice_limit(self._devices[decision.device])
-            reason += f"; cut into {len(slices)} slices, the device binds at most {limit:,} bytes"
-        return PlanEntry(
-            tensor=tensor,
-            intent=role.intent,
-            layer=role.layer,
-            placement=decision.placement,
-            layout=decision.layout,
-            device=decision.device,
-            arena=None if arena is None else arena.name,
-            slices=slices,
-            first_slice=arena.add(tensor, slices) if arena is not None and slices else 0,
-            reason=reason,
-            is_fallback=decision.is_fallback,
-        )
+        kind = self._kinds.get(decision)
+        if kind is None:
+            kind = self._kinds[decision] = self._kind(tensor, role, decision)
+        first_slice = 0 if kind.arena is None else kind.arena.add(tensor, kind.slice_bytes)
+        return PlanEntry(tensor, role.layer, first_slice, *kind.common)
 
-    def _cut(self, tensor: TensorInfo, decision: Decision) -> tuple[SlicePlan, ...]:
-        if decision.placement is Placement.ROWS or tensor.nbytes == 0:
-            return ()
+    def _kind(self, tensor: TensorInfo, role: Role, decision: Decision) -> _Kind:
+        stays = decision.placement is Placement.ROWS
+        arena = None if stays else self.arenas[decision.device, decision.mapped]
         limits = None if decision.device is None else self._devices[decision.device]
         slices = []
         first_block = 0
-        for extent in cut_rows(tensor, decision.layout, limits):
+        for extent in () if stays or tensor.nbytes == 0 else cut_rows(tensor, decision.layout, limits):
             nbytes = decision.layout.nbytes(extent)
             slices.append(SlicePlan(extent=extent, first_block=first_block, nbytes=nbytes))
             first_block += extent.blocks
-        return tuple(slices)
+        reason = decision.reason
+        if len(slices) > 1 and limits is not None:
+            reason += f"; cut into {len(slices)} slices, the device binds at most {slice_limit(limits):,} bytes"
+        return _Kind(
+            arena if slices else None,
+            [] if arena is None else [part.nbytes + -part.nbytes % arena.alignment for part in slices],
+            (
+                role.intent,
+                decision.placement,
+                decision.layout,
+                decision.device,
+                None if arena is None else arena.name,
+                tuple(slices),
+                sum(part.nbytes for part in slices),
+                any(decision.layout.contents(part.extent) != part.extent for part in slices),
+                reason,
+                decision.is_fallback,
+            ),
+        )
 
 
 def _floors(tensors: Iterable[TensorInfo]) -> dict[str, int]:
