@@ -278,7 +278,7 @@ class Execution:
             bytes_per_second=round(load_plan.stream_bytes / stream_seconds) if stream_seconds else 0.0,
             first_layer_seconds=None if first_layer is None else round(first_layer, 6),
             staging_bytes=self._budget.total_bytes,
-            staging_peak_bytes=stream.staging_peak,
+            staging_peak_bytes=stream.staging_peak_bytes,
             rss=rss,
             page_cache=releaser.page_cache,
             page_cache_bytes=page_cache_bytes,

@@ -58,6 +58,8 @@ class Range:
     nbytes: int
     arena: str
     pieces: tuple[Piece, ...]
+    is_verbatim: bool = False
+    """All of it goes in unchanged."""
 
 
 def cut(slices: Iterable[SliceSource], *, limit: int, max_gap: int) -> tuple[Range, ...]:
@@ -73,13 +75,19 @@ def cut(slices: Iterable[SliceSource], *, limit: int, max_gap: int) -> tuple[Ran
     steps: dict[tuple[Extent, Layout], Sequence[_Step]] = {}
     """Slices that are alike are cut alike."""
     shard = start = end = packed = 0
-    arena = ""
+    arena, is_verbatim = "", True
 
     def close() -> None:
         if pieces:
             ranges.append(
                 Range(
-                    index=len(ranges), shard=shard, offset=start, nbytes=end - start, arena=arena, pieces=tuple(pieces)
+                    index=len(ranges),
+                    shard=shard,
+                    offset=start,
+                    nbytes=end - start,
+                    arena=arena,
+                    pieces=tuple(pieces),
+                    is_verbatim=is_verbatim,
                 )
             )
             pieces.clear()
@@ -101,10 +109,11 @@ def cut(slices: Iterable[SliceSource], *, limit: int, max_gap: int) -> tuple[Ran
             )
             if not joins:
                 close()
-                shard, arena, start, packed = source.shard, source.arena, offset, 0
+                shard, arena, start, packed, is_verbatim = source.shard, source.arena, offset, 0, True
             pieces.append(Piece(source.entry, source.part, offset - start, nbytes, runs))
             end = offset + nbytes
             packed += packed_bytes
+            is_verbatim &= source.layout.verbatim
     close()
     return tuple(ranges)
 

@@ -23,29 +23,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal, TypeVar
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from ggufstream.backends.arena import Arena
 from ggufstream.backends.base import Backend
-from ggufstream.backends.host_memory import Counter as MemoryCounter
-from ggufstream.backends.host_memory import HostStaging
 from ggufstream.budget import ByteBudget
 from ggufstream.digest import Checks
 from ggufstream.errors import DeviceError, GGUFStreamError, OutOfHostMemoryError, located
 from ggufstream.events import ArenaGrown, Event, Progress, RangeMoved, Sampled, StageTime, TensorReady
 from ggufstream.layouts import Bytes
 from ggufstream.load_plan import LoadPlan
-from ggufstream.pages import PAGE, CacheLook, rss_bytes
+from ggufstream.pages import CacheLook, rss_bytes
 from ggufstream.probe import LoopProbe
 from ggufstream.ranges import Range
 from ggufstream.read import Source
 from ggufstream.release import Releaser
-from ggufstream.repack import destinations, flush, pack, pieces, staged_bytes, staged_copies
+from ggufstream.repack import destinations, flush, joined, pack, pieces, staged_copies
+from ggufstream.slabs import Slabs
 from ggufstream.threads import Lane, Mailbox, clean_up_in_thread, in_thread
-from ggufstream.upload import SlabPool, Upload, Uploads
+from ggufstream.upload import Upload, Uploads
 
 __all__ = ["Stream", "default_workers"]
 
@@ -53,8 +52,6 @@ _T = TypeVar("_T")
 
 FIRST_LAYER = 0
 """A forward pass can begin when the tensors before the first block, and of it, are ready."""
-
-Kind: TypeAlias = tuple[str, bool]
 
 SAMPLE_SECONDS = 0.02
 """Counters are sampled at most that often."""
@@ -111,35 +108,14 @@ class Stream:
         self._sources = sources
         self._arenas = arenas
         self._releaser = releaser
-        self._budget = budget
         self._checks = checks
         self._emit = emit
-        self._largest = max((part.nbytes for part in plan.ranges), default=0)
-        self._verbatim = [
-            all(plan.entries[piece.entry].layout.verbatim for piece in part.pieces) for part in plan.ranges
-        ]
-        """Of each range, whether all of it goes in unchanged."""
-        self._repacking = {part.arena for part in plan.ranges if not self._verbatim[part.index]}
-        """Arenas of which some range does not go in unchanged."""
-        scratch_bytes = max((source.scratch_bytes(self._largest) for source in sources), default=0)
-        scratch_memory = MemoryCounter()
-        self._scratch = SlabPool(
-            lambda nbytes: HostStaging(nbytes, owner="scratch", counter=scratch_memory), scratch_bytes
+        self._slabs = Slabs(
+            plan=plan, backends=backends, sources=sources, budget=budget, in_place=self._reads_in_place, hop=self._hop
         )
-        self._staging = [
-            SlabPool(backend.staging, _largest_staged(plan, device)) for device, backend in enumerate(backends)
-        ]
         self._uploads = Uploads()
         self._unsettled = Counter(plan.arenas[part.arena].device for part in plan.ranges if plan.is_staged(part))
         """Staged ranges that are left, by device: the last one takes the device's staging memory with it."""
-        self.staging_peak = 0
-        """The most staging memory that was in use, of this load."""
-        self._charged: dict[int, tuple[Kind, int]] = {}
-        """Staging budget that ranges under way hold, by index."""
-        self._spare: Counter[Kind] = Counter()
-        """Staging budget that finished ranges have left for the next of their kind, with their slabs."""
-        self._waiting: tuple[Kind, int] | None = None
-        """The range that waits for budget: its kind, and how much."""
         self._times: dict[int, list[StageTime]] = {}
         """Of the ranges under way, by index."""
         self._sampled_at = 0.0
@@ -164,6 +140,11 @@ class Stream:
         self._submitted: Lane[Range] = Lane()
         self._arrived: Lane[Range] = Lane()
         self._news: Mailbox[tuple[Callable[[Range], None], Range]] = Mailbox()
+
+    @property
+    def staging_peak_bytes(self) -> int:
+        """The most staging memory that was in use, of this load."""
+        return self._slabs.peak_bytes
 
     async def run(self) -> None:
         """Stream everything. Once; cancelling waits for threads and tickets in flight.
@@ -191,9 +172,7 @@ class Stream:
             try:
                 await clean_up_in_thread(self._close)
             finally:
-                self._budget.release(self._charged_bytes + self._spare.total())
-                self._charged.clear()
-                self._spare.clear()
+                self._slabs.release()
 
     def _start_threads(self) -> None:
         """Start all threads now: an executor would start them in ``submit``, where the event loop waits until each runs.
@@ -214,9 +193,7 @@ class Stream:
         """Wait for whatever is in flight and give all memory back, however the stream ended."""
         with ExitStack() as closing:
             closing.callback(self._threads.shutdown)
-            closing.callback(self._scratch.close)
-            for pool in self._staging:
-                closing.callback(pool.close)
+            closing.callback(self._slabs.close)
             closing.callback(self._uploads.drain)
 
     async def _measure(self) -> None:
@@ -238,31 +215,6 @@ class Stream:
             times = self._times.setdefault(part.index, [])
             times.append(StageTime(stage, worker, started, time.perf_counter()))
 
-    @property
-    def _charged_bytes(self) -> int:
-        return sum(nbytes for _, nbytes in self._charged.values())
-
-    def _pool(self, part: Range) -> SlabPool:
-        """Staging memory for a range that is staged."""
-        device = self._plan.arenas[part.arena].device
-        assert device is not None
-        return self._staging[device]
-
-    def _host_bytes(self, part: Range) -> int:
-        """Host memory that a range takes while it is in flight: scratch or mapped pages, and staging.
-
-        The same for all ranges of a kind, so that one can use the slabs that another has left.
-        """
-        if self._plan.arenas[part.arena].spans:
-            return 0  # its pages stay
-        _, in_place = self._kind(part)
-        source = 0 if in_place else self._scratch.nbytes or self._largest + 2 * PAGE
-        return source + (self._pool(part).nbytes if self._plan.is_staged(part) else 0)
-
-    def _kind(self, part: Range) -> Kind:
-        """Its arena, and whether all that goes there is read straight to its place."""
-        return part.arena, part.arena not in self._repacking and self._reads_in_place(part)
-
     def _reads_in_place(self, part: Range) -> bool:
         """Whether bytes go from the file straight to their destination: unchanged, and not where they cannot be read back
         from, but have to be checked.
@@ -271,9 +223,7 @@ class Stream:
         facts = None if device is None else self._plan.devices[device]
         readable = facts is None or not facts.direct or facts.memory == "host"
         return (
-            self._verbatim[part.index]
-            and self._sources[part.shard].reads_in_place
-            and (readable or not self._checks.of_tensors)
+            part.is_verbatim and self._sources[part.shard].reads_in_place and (readable or not self._checks.of_tensors)
         )
 
     async def _grow(self, runs: MemoryObjectSendStream[Sequence[Range]]) -> None:
@@ -311,39 +261,10 @@ class Stream:
             async for ranges in runs:
                 for part in ranges:
                     await self._window.acquire()
-                    await self._charge(part)
+                    await self._slabs.charge(part)
                     self._todo.put(part)
         self._feeding = False
         self._todo.close()
-
-    async def _charge(self, part: Range) -> None:
-        """Wait for the staging memory of a range, and take it: what the last ones left, or from the budget."""
-        nbytes, kind = self._budget.cost(self._host_bytes(part)), self._kind(part)
-        # Slabs of another kind go first. More may be left meanwhile, and once nobody is under way nothing is told.
-        while self._spare[kind] < nbytes and self._spare.total():
-            await self._give_spare()
-        if self._spare[kind] >= nbytes:
-            self._spare[kind] -= nbytes
-        else:
-            self._waiting = kind, nbytes
-            await self._budget.acquire(nbytes, owner=self)
-            self._waiting = None
-        self._charged[part.index] = kind, nbytes
-        self.staging_peak = max(self.staging_peak, self._charged_bytes + self._spare.total())
-
-    async def _give_spare(self) -> None:
-        """Free the slabs that nobody uses, and give back their budget."""
-        spare = self._spare.total()
-        self._spare.clear()
-        if spare:
-            try:
-                await self._hop(self._trim)
-            finally:
-                self._budget.release(spare)
-
-    def _trim(self) -> None:
-        for pool in (self._scratch, *self._staging):
-            pool.close()
 
     def _grow_to(self, arena: Arena, index: int) -> None:
         with located(self._device_of(arena.name), "growing its arena"):
@@ -385,10 +306,12 @@ class Stream:
                 self._checks.update(part, pieces(part, data))
                 return
             if not self._plan.is_staged(part):
+                if part.is_verbatim and not self._checks.of_tensors:  # a digest wants each tensor's bytes
+                    part = joined(part, self._plan, arena)
                 self._fill(part, destinations(part, self._plan, arena))
                 flush(part, self._plan, arena)
                 return
-            pool, device = self._pool(part), arena_plan.device
+            pool, device = self._slabs.staging(part), arena_plan.device
             assert device is not None
             staging = pool.take()
             try:
@@ -419,14 +342,14 @@ class Stream:
             if is_read:
                 self._checks.update(part, destinations)
                 return
-        if self._scratch.nbytes == 0:
+        if self._slabs.scratch.nbytes == 0:
             self._pack(part, None, runs)
             return
-        scratch = self._scratch.take()
+        scratch = self._slabs.scratch.take()
         try:
             self._pack(part, scratch.view, runs)
         finally:
-            self._scratch.give(scratch)
+            self._slabs.scratch.give(scratch)
 
     def _pack(self, part: Range, scratch: Bytes | None, runs: list[list[Bytes]]) -> None:
         with self._timed(part, "read"):
@@ -468,7 +391,7 @@ class Stream:
         device = self._plan.arenas[part.arena].device
         self._unsettled[device] -= 1
         if not self._unsettled[device]:
-            self._pool(part).close()
+            self._slabs.staging(part).close()
 
     def _progress(self, part: Range) -> None:
         now = time.perf_counter()
@@ -513,7 +436,7 @@ class Stream:
             while self._moving:
                 for tell, part in await self._news.get():
                     tell(part)
-                await self._pass_on()
+                await self._slabs.pass_on(is_last=not self._feeding)
                 if time.perf_counter() - self._sampled_at >= SAMPLE_SECONDS:
                     self._sample()
             await self._hop(self._finish)
@@ -524,17 +447,6 @@ class Stream:
                 lane.stop()  # however this ends, no thread waits for more
             self._checks.stop()
 
-    async def _pass_on(self) -> None:
-        """What finished ranges have left goes to whoever waits: with its slabs to a range of the same kind here."""
-        following = self._budget.next
-        if following is self and self._waiting is not None and set(+self._spare) == {self._waiting[0]}:
-            kind, wanted = self._waiting
-            given = min(wanted, self._spare[kind])  # no more, or slabs would stay that nobody accounts for
-            self._spare[kind] -= given
-            self._budget.release(given)
-        elif following is not None or not self._feeding:
-            await self._give_spare()
-
     def _measure_memory(self) -> None:
         now = time.perf_counter()
         if now >= self._measured_at + MEASURE_SECONDS:
@@ -544,8 +456,7 @@ class Stream:
             self._cache.refresh()
 
     def _moved(self, part: Range) -> None:
-        kind, nbytes = self._charged.pop(part.index)
-        self._spare[kind] += nbytes
+        self._slabs.give_back(part)
         self._window.release()
         self._moving -= 1
         self._emit(
@@ -565,7 +476,7 @@ class Stream:
             Sampled(
                 load_id=self._load_id,
                 at=self._sampled_at,
-                staging_bytes=self._charged_bytes,
+                staging_bytes=self._slabs.charged_bytes,
                 uploads=len(self._uploads),
                 allocated_bytes=sum(arena.allocated_bytes for arena in self._arenas.values()),
                 rss_bytes=self._rss,
@@ -580,19 +491,6 @@ class Stream:
         self._releaser.finish()
         for source in self._sources:
             source.check_unchanged()
-
-
-def _largest_staged(plan: LoadPlan, device: int) -> int:
-    """Staging memory that the largest range for a device takes; 0 where none is staged."""
-    alignment = plan.devices[device].plane_alignment
-    return max(
-        (
-            staged_bytes(part, alignment)
-            for part in plan.ranges
-            if plan.arenas[part.arena].device == device and plan.is_staged(part)
-        ),
-        default=0,
-    )
 
 
 _CONSEQUENCES = (anyio.BrokenResourceError, anyio.ClosedResourceError)

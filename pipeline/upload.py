@@ -1,4 +1,4 @@
-"""Stage three: uploads in flight, and the pinned memory they come from.
+"""Stage three: ranges in staging memory, on their way to the device.
 
 Direct placement has no use for it: there a packed range is on the device at once.
 """
@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from ggufstream.backends.base import Backend, Copy, Staging, Ticket
 from ggufstream.errors import DeviceError
 from ggufstream.ranges import Range
+from ggufstream.slabs import SlabPool
 
-__all__ = ["SlabPool", "Upload", "Uploads"]
+__all__ = ["Upload", "Uploads"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,41 +34,8 @@ class Upload:
     """Once the device copies it."""
 
 
-class SlabPool:
-    """Slabs that are used again and again. How many are out at once is bounded by the byte budget.
-
-    Args:
-        allocate: A backend's ``staging``, or scratch memory.
-        nbytes: Size of each.
-    """
-
-    def __init__(self, allocate: Callable[[int], Staging], nbytes: int) -> None:
-        self.nbytes = nbytes
-        self._allocate = allocate
-        self._lock = threading.Lock()
-        self._free: list[Staging] = []
-
-    def take(self) -> Staging:
-        """A free one, or a new one. Blocks while it is allocated."""
-        with self._lock:
-            if self._free:
-                return self._free.pop()
-        return self._allocate(self.nbytes)
-
-    def give(self, staging: Staging) -> None:
-        """Back for the next range. The device has finished with it."""
-        with self._lock:
-            self._free.append(staging)
-
-    def close(self) -> None:
-        """Free those that are not out."""
-        with ExitStack() as closing, self._lock:  # all, even if one fails
-            while self._free:
-                closing.callback(self._free.pop().close)
-
-
 class Uploads:
-    """Ranges in staging memory, by index. Worker threads add them, so that none is lost when its task is cancelled."""
+    """Ranges in staging memory, by index. Whoever packs one adds it, so that none is lost however the load ends."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ggufstream
-from ggufstream import Loader, LoadOptions, execution, stream
+from ggufstream import Loader, LoadOptions, execution, slabs
 from ggufstream.backends import cpu_scalar
 from ggufstream.backends.base import Backend
 from ggufstream.backends.cpu import CpuBackend
@@ -329,7 +329,7 @@ def test_staging_stays_within_the_budget_whatever_the_ranges_are(
 
     scratch = 0
 
-    class Scratch(stream.HostStaging):  # type: ignore[name-defined, misc]
+    class Scratch(slabs.HostStaging):  # type: ignore[name-defined, misc]
         def __init__(self, nbytes: int, **options: Any) -> None:
             nonlocal scratch
             scratch += nbytes
@@ -343,7 +343,7 @@ def test_staging_stays_within_the_budget_whatever_the_ranges_are(
 
     peak: list[int] = [0]
     with pytest.MonkeyPatch.context() as patch, Watched("discrete-24g") as backend:
-        patch.setattr(stream, "HostStaging", Scratch)
+        patch.setattr(slabs, "HostStaging", Scratch)
 
         async def run() -> None:
             async with await ggufstream.load(

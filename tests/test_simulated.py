@@ -33,7 +33,8 @@ from ggufstream.loader import load
 from ggufstream.pages import PAGE
 from ggufstream.ranges import Range
 from ggufstream.repack import destinations, flush, pack, staged_bytes, staged_copies
-from ggufstream.upload import SlabPool, Upload, Uploads
+from ggufstream.slabs import SlabPool
+from ggufstream.upload import Upload, Uploads
 from ggufstream.verification import verify
 from tests.plans import Device, Spec, index_of, plan_of
 from tests.small_models import write_model

@@ -14,6 +14,7 @@ import pytest
 import ggufstream
 from ggufstream.backends.simulated import SimulatedBackend
 from ggufstream.ranges import Range
+from ggufstream.slabs import Slabs
 from ggufstream.stream import Stream
 from ggufstream.threads import Lane, Mailbox
 from tests.small_models import write_model
@@ -68,34 +69,34 @@ async def test_budget_left_while_slabs_are_freed_is_not_waited_for(
 ) -> None:
     """The feeder frees slabs of another kind, and all that is under way ends before it asks for budget."""
     feeding: ContextVar[bool] = ContextVar("feeding", default=False)
-    charge, give_spare, process = Stream._charge, Stream._give_spare, Stream._process
+    charge, give_spare, process = Slabs.charge, Slabs._give_spare, Stream._process
     go_on = threading.Event()
 
-    def turn(self: Stream) -> int:
+    def turn(self: Slabs) -> int:
         """The first range of a new kind that follows two of another."""
         kinds = [self._kind(part) for part in self._plan.ranges]
         return next(i for i in range(2, len(kinds)) if kinds[i - 2] == kinds[i - 1] != kinds[i])
 
     def processed(self: Stream, part: Range) -> None:
-        if part.index == turn(self) - 1:
+        if part.index == turn(self._slabs) - 1:
             assert go_on.wait(10)
         process(self, part)
 
-    async def charged(self: Stream, part: Range) -> None:
+    async def charged(self: Slabs, part: Range) -> None:
         feeding.set(True)
         if part.index == turn(self):
             await until(lambda: len(self._charged) == 1)
         await charge(self, part)
 
-    async def given_when_all_have_ended(self: Stream) -> None:
+    async def given_when_all_have_ended(self: Slabs) -> None:
         await give_spare(self)
         if feeding.get():
             go_on.set()
             await until(lambda: not self._charged)
 
     monkeypatch.setattr(Stream, "_process", processed)
-    monkeypatch.setattr(Stream, "_charge", charged)
-    monkeypatch.setattr(Stream, "_give_spare", given_when_all_have_ended)
+    monkeypatch.setattr(Slabs, "charge", charged)
+    monkeypatch.setattr(Slabs, "_give_spare", given_when_all_have_ended)
     path = write_model(tmp_path / "mixed.gguf")
     options: dict[str, Any] = {"range_bytes": 256 << 10, "staging_bytes": 1 << 20, "io": "mmap"}
     with SimulatedBackend("discrete-24g") as backend:
