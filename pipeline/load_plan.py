@@ -157,7 +157,16 @@ class LoadPlan:
     def tensor_at(self, part: Range, offset: int) -> str:
         """Name of the tensor that holds byte ``offset`` of the shard, within a range; for messages."""
         inside = [piece for piece in part.pieces if part.offset + piece.offset <= offset] or list(part.pieces[:1])
-        return self.entries[inside[-1].entry].tensor.name
+        piece = inside[-1]
+        found = self.entries[piece.entry].tensor
+        # Pieces may be joined: entries are in file order, and those that follow may be in this one.
+        last = min(offset, part.offset + piece.offset + piece.nbytes - 1)
+        for entry in self.entries[piece.entry + 1 :]:
+            if entry.tensor.shard != part.shard or entry.tensor.offset > last:
+                break
+            if entry.slices:
+                found = entry.tensor
+        return found.name
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values: what ``plan --json`` prints. Sizes in bytes."""

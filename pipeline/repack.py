@@ -7,14 +7,34 @@ copies each run. Either way this executes what the plan has worked out: no sizes
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from ggufstream.backends.arena import Arena
 from ggufstream.backends.base import Copy, Staging
-from ggufstream.layouts import Bytes
+from ggufstream.layouts import Bytes, Run
 from ggufstream.load_plan import LoadPlan
-from ggufstream.ranges import Range
+from ggufstream.ranges import Piece, Range
 
-__all__ = ["destinations", "flush", "pack", "pieces", "staged_bytes", "staged_copies"]
+__all__ = ["destinations", "flush", "joined", "pack", "pieces", "staged_bytes", "staged_copies"]
+
+
+def joined(part: Range, plan: LoadPlan, arena: Arena) -> Range:
+    """A range that goes in unchanged, with neighbours as one piece where they lie in a chunk as they lie in the file. The
+    padding between two goes along. It moves as one piece, however many small tensors it holds; it belongs to the first.
+    """
+    pieces: list[Piece] = []
+    last, shift = None, 0
+    for piece in part.pieces:
+        chunk, start = arena.place(plan.entries[piece.entry].first_slice + piece.part)
+        place = start + piece.runs[0].offset
+        if chunk is last and place - piece.offset == shift:
+            first = pieces[-1]
+            nbytes = piece.offset + piece.nbytes - first.offset
+            pieces[-1] = first._replace(nbytes=nbytes, runs=(Run(first.runs[0].offset, nbytes),))
+        else:
+            pieces.append(piece)
+            last, shift = chunk, place - piece.offset
+    return replace(part, pieces=tuple(pieces))
 
 
 def destinations(part: Range, plan: LoadPlan, arena: Arena) -> list[list[Bytes]]:
