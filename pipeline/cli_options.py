@@ -11,6 +11,7 @@ import click
 from ggufstream.errors import OptionError
 from ggufstream.options import (
     ENVIRONMENT,
+    STAGING_BYTES,
     IOMode,
     LazyMode,
     LoadOptions,
@@ -122,7 +123,7 @@ _LOADING = (
         "staging_bytes",
         metavar="BYTES",
         help="Most host memory for moving bytes, such as 64M.",
-        default=f"{LoadOptions().staging_bytes >> 20}M",
+        default=f"{STAGING_BYTES >> 20}M, or a quarter of free memory",
     ),
     _option(
         "--workers",

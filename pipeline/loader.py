@@ -111,8 +111,7 @@ class Loader:
         self._options = options if options is not None else LoadOptions.from_environment()
         if staging_bytes is not None:
             self._options = self._options.replace(staging_bytes=staging_bytes)
-        self._is_default_staging = staging_bytes is None and self._options.staging_bytes == STAGING_BYTES
-        self._budget = ByteBudget(self._options.staging_bytes)
+        self._budget = ByteBudget(self._options.staging_bytes or STAGING_BYTES)
         self._slots = _Slots(max_jobs)
         self._numbers = itertools.count()
         """Of jobs, in the order of their submission."""
@@ -132,7 +131,7 @@ class Loader:
         from ggufstream.reservations import Reservations
         from ggufstream.sinks import StructlogSink
 
-        if self._is_default_staging:
+        if self._options.staging_bytes is None:
             self._budget = ByteBudget(default_staging(await in_thread(available_memory)))
         self._reservations = Reservations()
         self._log = StructlogSink()

@@ -123,7 +123,7 @@ class LoadChanges(TypedDict, total=False):
     page_cache: PageCacheMode
     row_strategy: RowStrategy
     row_cache_bytes: int
-    staging_bytes: int
+    staging_bytes: int | None
     range_bytes: int
     workers: int | None
     chunk_bytes: int | None
@@ -155,8 +155,9 @@ class LoadOptions:
         row_strategy: How rows of a table come out of the file; ``auto``: what is fastest in a short measurement.
             ``device-read`` maps the table, and rows for a device that reads mapped pages are decoded there.
         row_cache_bytes: Bound of the host memory that keeps rows of tables that stay in the file; 0 keeps none.
-        staging_bytes: Bound of the host memory that is in use for moving bytes. The default becomes less where less
-            than four times as much memory is free, for this process and its control groups, as a loader is entered.
+        staging_bytes: Bound of the host memory that is in use for moving bytes. ``None``: 256 MiB, 512 MiB from eight
+            processors on, but no more than a quarter of what is free for this process and its control groups as a
+            loader is entered.
         range_bytes: Target size of one piece of work.
         workers: Worker threads; ``None``: by processors.
         chunk_bytes: Size of one device allocation; ``None``: what the backend prefers.
@@ -181,7 +182,7 @@ class LoadOptions:
     page_cache: PageCacheMode = "auto"
     row_strategy: RowStrategy = "auto"
     row_cache_bytes: int = 64 << 20
-    staging_bytes: int = STAGING_BYTES
+    staging_bytes: int | None = None
     range_bytes: int = RANGE_BYTES
     workers: int | None = None
     chunk_bytes: int | None = None
@@ -347,7 +348,7 @@ _LEAST: Mapping[str, int] = {
     "chunk_bytes": 4 << 10,
 }
 
-_MAY_BE_NONE = frozenset({"workers", "chunk_bytes"})
+_MAY_BE_NONE = frozenset({"workers", "chunk_bytes", "staging_bytes"})
 
 ENVIRONMENT: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "GGUFSTREAM_BACKEND": ("backend", str),

@@ -21,7 +21,7 @@ from ggufstream.gguf_layout import TensorInfo, quoted
 from ggufstream.layer_split import split_layers
 from ggufstream.layouts import Layout
 from ggufstream.load_plan import DEVICE, HOST, ArenaPlan, Held, LoadPlan, PlanEntry, SlicePlan, Span, memory_needs
-from ggufstream.options import Intent, LoadOptions, Placement
+from ggufstream.options import STAGING_BYTES, Intent, LoadOptions, Placement
 from ggufstream.pages import PAGE, page_span
 from ggufstream.placements import Decider, Decision, Overrides, cut_rows, slice_limit
 from ggufstream.ranges import SliceSource, cut
@@ -83,7 +83,7 @@ def make_plan(
             ranges=cut(
                 _sources(order, entries, _floors(index.tensors)),
                 # A range in flight takes its file bytes, its packed bytes too where staged, and several are in flight.
-                limit=min(options.range_bytes, options.staging_bytes // 8),
+                limit=min(options.range_bytes, (options.staging_bytes or STAGING_BYTES) // 8),
                 # Padding between neighbours is less than one alignment unit; nothing larger is read along.
                 max_gap=index.alignment - 1,
             ),

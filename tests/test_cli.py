@@ -512,7 +512,7 @@ def test_an_option_from_the_environment_keeps_its_name(call: Call, monkeypatch: 
 def test_help_shows_defaults_and_variables(call: Call) -> None:
     _, out, _ = call("load", "--help")
     flat = " ".join(out.split())
-    assert "[env var: GGUFSTREAM_STAGING; default: 256M]" in flat
+    assert re.search(r"\[env var: GGUFSTREAM_STAGING; default: \d+M, or a quarter of free memory\]", flat)
     assert "simulated:PROFILE" in flat
     _, out, _ = call("--help")
     assert "Exit codes:\n  0 " in out

@@ -13,7 +13,7 @@ import pytest
 
 import ggufstream
 from ggufstream.memory_limits import available_memory
-from ggufstream.options import LoadOptions, default_staging
+from ggufstream.options import STAGING_BYTES, LoadOptions, default_staging
 from tests.small_models import write_model
 
 HOST = 8000 << 10
@@ -198,7 +198,7 @@ with open(path, "wb") as file:
 
 
 def test_the_default_staging_budget_is_a_quarter_of_little_memory() -> None:
-    assert default_staging(None) == default_staging(64 << 30) == LoadOptions().staging_bytes == 256 * MIB
+    assert default_staging(None) == default_staging(64 << 30) == STAGING_BYTES
     assert default_staging(400 * MIB) == 100 * MIB
     assert default_staging(0) == 16 * MIB
 
@@ -209,7 +209,13 @@ async def test_a_loader_takes_less_staging_memory_where_little_is_free(
 ) -> None:
     path = write_model(tmp_path / "m.gguf")
     monkeypatch.setattr("ggufstream.loader.available_memory", lambda: 400 * MIB)
-    for asked, got in (({}, 100 * MIB), ({"staging_bytes": 256 * MIB}, 256 * MIB)):
+    given = LoadOptions(staging_bytes=256 * MIB)
+    for asked, got in (
+        ({}, 100 * MIB),
+        ({"staging_bytes": 256 * MIB}, 256 * MIB),
+        ({"options": given}, 256 * MIB),
+        ({"options": LoadOptions()}, 100 * MIB),
+    ):
         async with ggufstream.Loader(**asked) as loader:
             async with await loader.submit(path, backend="cpu") as model:
                 assert model.report.staging_bytes == got

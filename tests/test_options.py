@@ -111,8 +111,8 @@ def test_least_values(name: str, least: int) -> None:
 
 
 def test_optional_numbers_may_be_left_out() -> None:
-    assert LoadOptions(workers=None, chunk_bytes=None).workers is None
-    for name in ("staging_bytes", "range_bytes", "lazy_bytes"):
+    assert LoadOptions(workers=None, chunk_bytes=None, staging_bytes=None).workers is None
+    for name in ("range_bytes", "lazy_bytes"):
         with pytest.raises(OptionError, match=name):
             LoadOptions().replace(**{name: None})
 
