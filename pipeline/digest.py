@@ -38,7 +38,7 @@ from ggufstream.gguf_layout import quoted
 from ggufstream.layouts import Bytes
 from ggufstream.load_plan import LoadPlan
 from ggufstream.manifest import Manifest
-from ggufstream.pages import Residency, evict, page_span
+from ggufstream.pages import PAGE, Residency, evict, page_span
 from ggufstream.ranges import Range
 from ggufstream.read import Source
 from ggufstream.report import DigestReport
@@ -339,6 +339,9 @@ async def tensor_digests(
                     done += nbytes
                     on_bytes(done, index.tensor_bytes)
             await in_thread(partial(shard.check_unchanged, descriptor))
+            # Once more: what the kernel reads ahead comes in folios, and one across two tensors stays until all of it goes.
+            pages = -(-shard.size // PAGE)
+            await in_thread(partial(_leave_as_found, descriptor, residency[shard.path], 0, pages))
     return index, digests
 
 
