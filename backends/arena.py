@@ -50,7 +50,7 @@ class Arena(ABC):
 
     @abstractmethod
     def needs_growth(self, index: int) -> bool:
-        """Whether slice ``index`` has no memory yet."""
+        """Whether slice ``index``, or one before it, has no memory yet."""
 
     @abstractmethod
     def grow_to(self, index: int) -> None:
@@ -170,19 +170,20 @@ class MappedArena(Arena):
         return Place(self._mapped[span], offset)
 
     def needs_growth(self, index: int) -> bool:
-        return self._places[index][0] not in self._mapped
+        # One before it may: its span comes earlier in the file, and is another where one would exceed the device's limit.
+        return self.upcoming is not None and self._first <= index
 
     @property
     def upcoming(self) -> int | None:
         """The first slice that has no memory yet."""
         # Only ever further: what is mapped stays mapped.
-        while self._first < len(self._places) and not self.needs_growth(self._first):
+        while self._first < len(self._places) and self._places[self._first][0] in self._mapped:
             self._first += 1
         return self._first if self._first < len(self._places) else None
 
     def grow_to(self, index: int) -> None:
         # Slices come in load order, spans in file order: any of the slices up to this one may be in a new span.
-        while self.upcoming is not None and self._first <= index:
+        while self.needs_growth(index):
             span, _ = self._places[self._first]
             chunk = self._map_span(span)
             self._mapped[span] = chunk
