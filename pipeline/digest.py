@@ -177,10 +177,16 @@ class Checks:
                 remedy="Give one for each shard, in order",
             )
 
-    def update(self, part: Range, pieces: Iterable[Bytes]) -> None:
+    def update(self, part: Range, pieces: Iterable[Bytes], renew: Callable[[], object] = lambda: None) -> None:
         """Take the bytes of a range, piece by piece, as they are in the file. Blocks until what is before was taken.
 
+        Args:
+            part: The range.
+            pieces: Its bytes.
+            renew: Is called after what may have been a long wait: a mapped file may have been cut meanwhile.
+
         Raises:
+            FileError: Of ``renew``.
             DigestMismatchError: A tensor that ends in this range is not what the manifest says.
         """
         if self._manifest is None:
@@ -192,6 +198,8 @@ class Checks:
             hashed = _Hashed(new_hash(self._algorithm)) if whole else self._turn(piece.entry, start)
             if hashed is None:
                 return
+            if not whole and start:
+                renew()
             hashed.found.update(data.data)
             if start + data.size == tensor.nbytes:
                 self._compare(self._stretch(piece.entry), hashed.found.hexdigest())

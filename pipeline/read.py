@@ -130,6 +130,14 @@ class Source(ABC):
             FileError: The bytes cannot be had; the message names the tensor.
         """
 
+    def renew(self, part: Range) -> None:
+        """What ``fetch`` gave was not touched for a while: make sure that it can be.
+
+        Raises:
+            FileError: It is gone.
+        """
+        return
+
     def fetch_into(self, part: Range, destinations: Sequence[Bytes]) -> bool:
         """Read each piece of a range straight into its destination; False where this source cannot."""
         return False
@@ -367,6 +375,9 @@ class MappedSource(Source):
             else:
                 raise self._failed(part, part.offset, error) from None
         return view
+
+    def renew(self, part: Range) -> None:
+        self.fetch(part, None)
 
     def drop(self, first: int, last: int) -> bool:
         with suppress(OSError):  # advice only: the pages are resident until the mapping ends

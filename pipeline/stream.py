@@ -303,7 +303,7 @@ class Stream:
             if arena_plan.spans:
                 with self._timed(part, "read"):
                     data = self._sources[part.shard].fetch(part, None)  # makes the pages resident for the device
-                self._checks.update(part, pieces(part, data))
+                self._check(part, data)
                 return
             if not self._plan.is_staged(part):
                 if part.is_verbatim and not self._checks.of_tensors:  # a digest wants each tensor's bytes
@@ -356,7 +356,10 @@ class Stream:
             data = self._sources[part.shard].fetch(part, scratch)
         with self._timed(part, "repack"):
             pack(part, self._plan, data, runs)
-        self._checks.update(part, pieces(part, data))  # last: the bytes are near, and those before have been checked
+        self._check(part, data)  # last: the bytes are near, and those before have been checked
+
+    def _check(self, part: Range, data: Bytes) -> None:
+        self._checks.update(part, pieces(part, data), partial(self._sources[part.shard].renew, part))
 
     def _submit(self) -> None:
         """Start the uploads of what is packed. One thread."""

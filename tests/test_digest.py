@@ -29,6 +29,7 @@ from ggufstream.errors import (
     MissingFileError,
     MissingPackageError,
     OptionError,
+    TruncatedFileError,
     UnreadableFileError,
 )
 from ggufstream.gguf_file import FileIndex, read_index
@@ -38,6 +39,7 @@ from ggufstream.manifest import Manifest, format_manifest
 from ggufstream.options import LoadOptions
 from ggufstream.pages import PAGE, Residency
 from ggufstream.ranges import Range
+from ggufstream.read import MappedSource
 from tests.conftest import Call
 from tests.plans import Device, Spec, chill, disk_folder, index_of, plan_of, warm, write_file
 from tests.small_models import write_model
@@ -495,6 +497,32 @@ async def test_a_cancel_while_the_whole_file_is_hashed(
         with pytest.raises(asyncio.CancelledError):
             await loading
     assert next(gate._calls) == 3, "nothing more was read"
+
+
+@pytest.mark.asyncio
+async def test_a_file_that_is_cut_while_a_thread_waits_for_its_turn(
+    model: tuple[Path, Path, FileIndex], copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is mapped and was read is gone when the turn comes: an error, and no SIGBUS."""
+    index = await ggufstream.read_index(copy)
+    waiter = Waiter(monkeypatch)
+    fetch = MappedSource.fetch
+    start = index.tensor(LARGE).offset
+
+    def fetch_and_cut(source: MappedSource, part: Range, scratch: Bytes | None) -> Bytes:
+        data = fetch(source, part, scratch)
+        if part.offset == start:
+            assert waiter.asks.wait(20)
+            os.truncate(copy, start + part.nbytes + 4096)
+        return data
+
+    monkeypatch.setattr(MappedSource, "fetch", fetch_and_cut)
+    with opened("cpu") as backend, nothing_is_left(copy, backend):
+        with pytest.raises(TruncatedFileError) as caught:
+            await ggufstream.load(
+                copy, backend=backend, io="mmap", range_bytes=RANGE, workers=2, digest=model[1], select=LARGE
+            )
+    assert caught.value.tensor == LARGE
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EINVAL])
