@@ -29,6 +29,7 @@ async def uninterrupted(work: Awaitable[_T]) -> _T:
     The result is lost then: what ``work`` acquires it must have put where it is found.
     """
     future = asyncio.ensure_future(work)
+    del work
     cancelled: asyncio.CancelledError | None = None
     with anyio.CancelScope(shield=True):
         while not future.done():
@@ -36,11 +37,16 @@ async def uninterrupted(work: Awaitable[_T]) -> _T:
                 await asyncio.wait({future})
             except asyncio.CancelledError as error:
                 cancelled = error
-    if cancelled is not None:
-        if not future.cancelled():
-            future.exception()  # counts as seen
-        raise cancelled
-    return future.result()
+    try:
+        if cancelled is not None:
+            if not future.cancelled():
+                future.exception()  # counts as seen
+            raise cancelled
+        return future.result()
+    finally:
+        # An error refers to this frame: it must not refer back, or the two, and what the thread's frames refer to, such as
+        # a mapping, would stay until a garbage collection.
+        del future, cancelled
 
 
 async def in_thread(work: Callable[[], _T], executor: Executor | None = None) -> _T:
@@ -55,12 +61,14 @@ async def in_thread(work: Callable[[], _T], executor: Executor | None = None) ->
     def begin() -> _T:
         return todo.pop()()
 
-    try:
-        future = asyncio.get_running_loop().run_in_executor(executor, context.run, begin)
-    except RuntimeError:  # no thread can be started; the executor keeps the call for later all the same
-        todo.clear()
-        raise
-    return await uninterrupted(future)
+    def started() -> Awaitable[_T]:
+        try:
+            return asyncio.get_running_loop().run_in_executor(executor, context.run, begin)
+        except RuntimeError:  # no thread can be started; the executor keeps the call for later all the same
+            todo.clear()
+            raise
+
+    return await uninterrupted(started())
 
 
 async def clean_up_in_thread(work: Callable[[], object]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import importlib
 import os
 import resource
@@ -32,6 +33,8 @@ from ggufstream.errors import (
     UnreadableFileError,
 )
 from ggufstream.events import Event, HeaderRead, LoadCancelled, LoadFailed, LoadFinished, Progress
+from ggufstream.layouts import Bytes
+from ggufstream.ranges import Range
 from tests.small_models import write_model
 from tests.watching import Gate, nothing_is_left, traces_of
 
@@ -507,3 +510,38 @@ async def test_a_device_whose_memory_takes_no_more_bytes_is_lost(path: Path, mon
         patch.setattr(os, "pwrite", full)
         with pytest.raises(DeviceLostError):
             await ggufstream.load(path, backend=backend, range_bytes=RANGE)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+@pytest.mark.asyncio
+async def test_errors_beside_the_first_keep_no_mapping(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cancelled: bool
+) -> None:
+    """Each worker fails, with frames that refer to the mapping: it ends with the load, not with a garbage collection."""
+    path = write_model(tmp_path / "m.gguf", [("blk.0.attn_q.weight", "Q8_0", (256, 1000))])
+    both = threading.Barrier(3 if cancelled else 2, timeout=20)
+    fetch = read.MappedSource.fetch
+
+    def fetch_cut(source: read.MappedSource, part: Range, scratch: Bytes | None) -> Bytes:
+        both.wait()
+        os.truncate(path, 4096)
+        return fetch(source, part, scratch)
+
+    monkeypatch.setattr(read.MappedSource, "fetch", fetch_cut)
+    gc.collect()
+    gc.disable()
+    try:
+        loading = asyncio.create_task(
+            ggufstream.load(path, backend="cpu", io="mmap", workers=2, range_bytes=RANGE, page_cache="keep")
+        )
+        if cancelled:
+            while both.n_waiting < 2:  # noqa: ASYNC110 - threads wait there
+                await asyncio.sleep(0.001)
+            loading.cancel()
+            await asyncio.sleep(0)
+            both.wait()
+        with pytest.raises(asyncio.CancelledError if cancelled else FileError):
+            await loading
+        assert traces_of(path) == ([], [])
+    finally:
+        gc.enable()
