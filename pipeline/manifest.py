@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
-import aiofiles
-
 from ggufstream.errors import ManifestError, MissingFileError, UnreadableFileError, UnsupportedFileError
 from ggufstream.gguf_file import FileIndex
 from ggufstream.gguf_layout import quoted
@@ -71,14 +69,19 @@ async def read_manifest(path: str, index: FileIndex) -> Manifest:
         MissingFileError, UnreadableFileError: It cannot be read.
         ManifestError: It is none, or not of this model: tensors are missing in one of the two.
     """
+    return await in_thread(partial(_read, path, index))
+
+
+def _read(path: str, index: FileIndex) -> Manifest:
+    """In a thread, from opening to closing: a load that is cancelled meanwhile would leave the file open."""
     try:
-        async with aiofiles.open(path, "rb") as file:
-            data = await file.read(_MOST_BYTES)
+        with open(path, "rb") as file:
+            data = file.read(_MOST_BYTES)
     except FileNotFoundError:
         raise MissingFileError("no such manifest", file=path, remedy="Check the path") from None
     except OSError as error:
         raise UnreadableFileError(f"cannot be read ({error.strerror})", file=path, errno=error.errno) from None
-    return await in_thread(partial(parse_manifest, data, path, index))
+    return parse_manifest(data, path, index)
 
 
 @dataclass(frozen=True, slots=True)

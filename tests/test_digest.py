@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import errno
 import hashlib
 import json
@@ -43,7 +44,7 @@ from ggufstream.read import MappedSource
 from tests.conftest import Call
 from tests.plans import Device, Spec, chill, disk_folder, index_of, plan_of, warm, write_file
 from tests.small_models import write_model
-from tests.watching import Gate, nothing_is_left
+from tests.watching import Gate, nothing_is_left, traces_of
 
 RANGE = 16 << 10
 TABLE = "per_layer_token_embd.weight"
@@ -523,6 +524,30 @@ async def test_a_file_that_is_cut_while_a_thread_waits_for_its_turn(
                 copy, backend=backend, io="mmap", range_bytes=RANGE, workers=2, digest=model[1], select=LARGE
             )
     assert caught.value.tensor == LARGE
+
+
+@pytest.mark.asyncio
+async def test_a_cancel_while_the_manifest_is_opened_leaves_no_file(
+    model: tuple[Path, Path, FileIndex], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, manifest, _ = model
+    original = open
+    gate = Gate(original)
+    with monkeypatch.context() as patch, opened("cpu") as backend:
+        patch.setattr(
+            builtins,
+            "open",
+            lambda file, *rest, **options: (gate if file == str(manifest) else original)(file, *rest, **options),
+        )
+        loading = asyncio.create_task(ggufstream.load(path, backend=backend, digest=str(manifest)))
+        assert await asyncio.to_thread(gate.entered.wait, 20)
+        loading.cancel()
+        await asyncio.sleep(0)
+        assert not loading.done()
+        gate.go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        assert traces_of(manifest) == ([], [])
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EINVAL])
