@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -194,10 +194,13 @@ async def _plan(file: str, options: LoadOptions, several: Sequence[str]) -> dict
     return await in_thread(work)
 
 
-def _spare(source: str, path: str, flag: str) -> None:
-    """Refuse to write over what is read."""
-    if os.path.exists(path) and os.path.exists(source) and os.path.samefile(path, source):
-        raise OptionError(f"{flag} {path} is the file that is read", remedy="Name another file")
+def _spare(sources: Iterable[str], path: str, flag: str) -> None:
+    """Refuse to write over what is read: a file, or any shard of a split one."""
+    from ggufstream.gguf_file import split_paths
+
+    for source in (part for given in sources for part in split_paths(given)):
+        if os.path.exists(path) and os.path.exists(source) and os.path.samefile(path, source):
+            raise OptionError(f"{flag} {path} is a file that is read", remedy="Name another file")
 
 
 @asynccontextmanager
@@ -211,7 +214,7 @@ async def _loaded(
         from ggufstream.timeline import Timeline
         from ggufstream.trace_file import write_trace
 
-        _spare(file, trace, "--trace")
+        _spare([file, *([] if options.digest is None else [os.fspath(options.digest)])], trace, "--trace")
         # An empty one: that it cannot be written should not come out after minutes.
         await _written(write_trace(Timeline(), trace))
     job: LoadJob | None = None
@@ -319,20 +322,23 @@ def digest(file: str, *, output: str | None, as_json: bool, log_format: LogForma
     `load --digest` and `gguf-hash --check` compare a file with it.
     """
     from ggufstream.digest import tensor_digests
+    from ggufstream.file_bytes import try_to_write, write_whole
     from ggufstream.manifest import format_manifest
     from ggufstream.threads import in_thread
 
     configure_logging(log_format, verbose)
     if output is not None:
-        _spare(file, output, "--output")
+        _spare([file], output, "--output")
 
     async def work() -> tuple[str, dict[str, dict[str, str]]]:
+        if output is not None:
+            await _written(in_thread(partial(try_to_write, output)))  # not after minutes
         with progress_bar(log_format) as bar:
             title = f"digest of {os.path.basename(file)}"
             index, digests = await tensor_digests(file, on_bytes=partial(bar.show, title))
         text = await in_thread(partial(format_manifest, index, digests))
         if output is not None:
-            await _written(_write_text(output, text))
+            await _written(in_thread(partial(write_whole, output, text.encode("utf-8", "surrogateescape"))))
         return text, digests
 
     text, digests = run_interruptible(work)
@@ -340,13 +346,6 @@ def digest(file: str, *, output: str | None, as_json: bool, log_format: LogForma
         write_json({"file": file, "tensors": digests, "manifest": output})
     else:
         write_out(text if output is None else f"{output}\n")
-
-
-async def _write_text(path: str, text: str) -> None:
-    import aiofiles
-
-    async with aiofiles.open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
-        await file.write(text)
 
 
 @commands.command(short_help="Make a page of a trace.")
@@ -361,7 +360,7 @@ def report(trace: str, *, output: str | None, as_json: bool, log_format: LogForm
 
     configure_logging(log_format, verbose)
     path = f"{os.path.splitext(trace)[0]}.html" if output is None else output
-    _spare(trace, path, "--output")
+    _spare([trace], path, "--output")
     try:
         nbytes = run_interruptible(lambda: write_page(trace, path))
     except FileError:

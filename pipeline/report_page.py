@@ -15,10 +15,9 @@ from functools import partial
 from importlib import resources
 from typing import Any
 
-import aiofiles
-
 from ggufstream.errors import MissingPackageError, printable
 from ggufstream.facts import Fact, backend_and_device, by_reason, first_few, report_facts
+from ggufstream.file_bytes import write_whole
 from ggufstream.report_chart import WIDTH, Area, Lane, Scale, areas, lane_groups
 from ggufstream.threads import in_thread
 from ggufstream.timeline import PHASES
@@ -50,8 +49,7 @@ async def write_page(trace: str | os.PathLike[str], path: str | os.PathLike[str]
     """
     found = await read_trace(trace)
     page = (await in_thread(partial(render_page, found))).encode()
-    async with aiofiles.open(path, "wb") as file:
-        await file.write(page)
+    await in_thread(partial(write_whole, path, page))
     return len(page)
 
 

@@ -25,10 +25,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
-import aiofiles
-
 from ggufstream.errors import MalformedFileError, MissingFileError, MissingPackageError, UnreadableFileError, printable
 from ggufstream.events import RangeMoved
+from ggufstream.file_bytes import write_whole
 from ggufstream.tensor_table import plan_table
 from ggufstream.threads import in_thread
 from ggufstream.timeline import PHASES, Timeline
@@ -104,8 +103,7 @@ async def write_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
         OSError: The file cannot be written.
     """
     data = await in_thread(partial(encode, timeline))
-    async with aiofiles.open(path, "wb") as file:
-        await file.write(data)
+    await in_thread(partial(write_whole, path, data))
 
 
 async def read_trace(path: str | os.PathLike[str]) -> Trace:
@@ -116,16 +114,20 @@ async def read_trace(path: str | os.PathLike[str]) -> Trace:
         MissingFileError, UnreadableFileError: The file cannot be read.
         MalformedFileError: It is no trace of a load.
     """
+    return await in_thread(partial(_read_file, path))
+
+
+def _read_file(path: str | os.PathLike[str]) -> Trace:
     try:
-        async with aiofiles.open(path, "rb") as file:
-            data = await file.read(1)
+        with open(path, "rb") as file:
+            data = file.read(1)
             if data == _FIRST:  # a model that is given by mistake may be larger than memory
-                data += await file.read()
+                data += file.read()
     except FileNotFoundError:
         raise MissingFileError("no such file", file=path) from None
     except OSError as error:
         raise UnreadableFileError(f"cannot be read ({error.strerror})", file=path, errno=error.errno) from None
-    return await in_thread(partial(decode, data, file=path))
+    return decode(data, file=path)
 
 
 def _perfetto() -> Any:

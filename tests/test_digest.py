@@ -8,6 +8,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
@@ -661,10 +662,45 @@ def test_the_command_line_names_its_options(call: Call, model: tuple[Path, Path,
     assert json.loads(out)["tensors"][LARGE].keys() == {"xxh64", "xxh3"}
 
 
+def test_a_manifest_is_not_written_over_another_shard(call: Call, tmp_path: Path) -> None:
+    folder = tmp_path / "split"
+    shutil.copytree(SPLIT, folder)
+    first, second = sorted(folder.iterdir())
+    before = second.read_bytes()
+    code, _, err = call("digest", first, "-o", second)
+    assert (code, "is a file that is read" in err) == (2, True)
+    code, _, err = call("load", first, "--backend", "cpu", "--trace", second)
+    assert (code, "is a file that is read" in err) == (2, True)
+    assert second.read_bytes() == before
+    manifest = tmp_path / "manifest"
+    assert call("digest", first, "-o", manifest)[0] == 0
+    code, _, err = call("load", first, "--backend", "cpu", "--digest", manifest, "--trace", manifest)
+    assert (code, "is a file that is read" in err) == (2, True)
+    assert call("load", first, "--backend", "cpu", "--digest", manifest)[0] == 0
+
+
+def test_a_manifest_is_written_whole_or_not_at_all(
+    call: Call, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = tmp_path / "manifest"
+    manifest.write_text("what was there")
+
+    def full(name: str, mode: str, data: bytes) -> None:
+        Path(name).write_bytes(data[:100])
+        if data:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(file_bytes, "_write", full)
+    code, _, err = call("digest", copy, "-o", manifest)
+    assert (code, f"cannot write {manifest}: No space left" in err) == (1, True)
+    assert manifest.read_text() == "what was there"
+    assert sorted(tmp_path.iterdir()) == sorted([manifest, copy])
+
+
 def test_a_manifest_is_not_written_over_the_model(call: Call, copy: Path, tmp_path: Path) -> None:
     size = copy.stat().st_size
     code, _, err = call("digest", copy, "-o", copy)
     assert (code, copy.stat().st_size) == (2, size)
-    assert "is the file that is read" in err
+    assert "is a file that is read" in err
     code, _, err = call("digest", copy, "-o", tmp_path / "no" / "folder")
     assert (code, "cannot write" in err) == (1, True)

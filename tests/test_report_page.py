@@ -290,7 +290,7 @@ class TestCommands:
         before = path.read_bytes()
         code, _, err = call("load", path, "--trace", tmp_path / "link", "--log-format", "console")
         assert code == 2
-        assert f"--trace {tmp_path / 'link'} is the file that is read" in err
+        assert f"--trace {tmp_path / 'link'} is a file that is read" in err
         assert path.read_bytes() == before
 
     def test_page_never_replaces_the_trace(self, call: Call, path: Path, tmp_path: Path) -> None:
