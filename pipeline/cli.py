@@ -89,6 +89,15 @@ def _run(arguments: Sequence[str]) -> int:
     except MemoryError as error:
         return _fail(error, "the host is out of memory. Close other programs, or give less --staging", 4, arguments)
     except Exception as error:  # noqa: BLE001 - the last line of defence: a person gets a sentence, not a traceback
+        if (
+            isinstance(error, OSError)
+            and error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EIO}
+            and error.filename is None
+        ):
+            _discard_stdout()  # click writes help and version itself
+            return _fail(error, str(OutputError(error)), 1, arguments)
+        if type(error) is RuntimeError and "start new thread" in str(error):
+            return _fail(error, "the host is out of memory or of threads. Raise the limits (ulimit -a)", 4, arguments)
         if _lacks_descriptors(error):
             return _fail(error, "this process may open no more files. Raise its limit (ulimit -n)", 3, arguments)
         return _unexpected(error, arguments)
