@@ -74,10 +74,14 @@ class Uploads:
 
     def drain(self) -> None:
         """Wait for whatever is in flight, and free its staging memory. For the end of a load, however it ends."""
-        with ExitStack() as memory:
+        with ExitStack() as memory, ExitStack() as waiting:  # all, even if one fails
             while self._under_way:
                 _, upload = self._under_way.popitem()
                 memory.callback(upload.staging.close)
                 if upload.ticket is not None:
-                    with suppress(DeviceError):  # a lost device writes no more; its memory is given back all the same
-                        upload.ticket.wait()
+                    waiting.callback(_wait, upload.ticket)
+
+
+def _wait(ticket: Ticket) -> None:
+    with suppress(DeviceError):  # a lost device writes no more; its memory is given back all the same
+        ticket.wait()

@@ -9,6 +9,7 @@ import importlib
 import os
 import resource
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 
 import ggufstream
 from ggufstream import file_bytes, read
+from ggufstream.backends import simulated
 from ggufstream.backends.base import Backend
 from ggufstream.backends.cpu import CpuBackend
 from ggufstream.backends.registry import open_backend
@@ -545,3 +547,27 @@ async def test_errors_beside_the_first_keep_no_mapping(
         assert traces_of(path) == ([], [])
     finally:
         gc.enable()
+
+
+@pytest.mark.asyncio
+async def test_any_error_of_one_ticket_leaves_no_other_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_model(tmp_path / "m.gguf", [("blk.0.attn_q.weight", "Q8_0", (256, 4000))])
+    backend = SimulatedBackend("discrete-24g")
+    wait = simulated._DeferredTicket.wait
+    calls = iter(range(100))
+
+    def fail_twice(ticket: simulated._DeferredTicket) -> None:
+        """The first time in the stream, the second while it is being ended."""
+        number = next(calls)
+        while number == 0 and backend.statistics()["uploads_in_flight"] < 3:
+            time.sleep(0.001)
+        if number < 2:
+            raise MemoryError
+        wait(ticket)
+
+    monkeypatch.setattr(simulated._DeferredTicket, "wait", fail_twice)
+    with nothing_is_left(path, backend), pytest.raises(OutOfHostMemoryError):
+        await ggufstream.load(path, backend=backend, workers=2, range_bytes=RANGE)
+    assert backend.statistics()["uploads_in_flight"] <= 1
