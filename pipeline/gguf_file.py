@@ -20,8 +20,6 @@ from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
-import aiofiles
-
 from ggufstream.errors import (
     FileChangedError,
     FileError,
@@ -35,9 +33,9 @@ from ggufstream.errors import (
 from ggufstream.file_bytes import close_file
 from ggufstream.ggml_types import Q2_0_G128
 from ggufstream.gguf_arrays import LazyArray
-from ggufstream.gguf_header import Header, Steps, parse_header
+from ggufstream.gguf_header import Header, parse_header
 from ggufstream.gguf_layout import TensorInfo, quoted
-from ggufstream.threads import in_thread, uninterrupted
+from ggufstream.threads import in_thread
 
 __all__ = ["FileIdentity", "FileIndex", "LazyArray", "Shard", "TensorInfo", "closest_names", "read_index"]
 
@@ -201,11 +199,11 @@ async def read_index(path: str | os.PathLike[str], *, on_open: Callable[[str, in
         OptionError: ``path`` is no path.
     """
     given = checked_path(path)
-    opened = await uninterrupted(_read_shard(given, on_open))
+    opened = await in_thread(partial(_read_shard, given, on_open))
     paths = _shard_paths(given, opened[1])
     if len(paths) > 1:
         await in_thread(partial(_require_all, given, paths))
-    parts = [opened if p == given else await uninterrupted(_read_shard(p, on_open)) for p in paths]
+    parts = [opened if p == given else await in_thread(partial(_read_shard, p, on_open)) for p in paths]
     return await in_thread(partial(_merge, given, parts))
 
 
@@ -222,37 +220,35 @@ def checked_path(path: str | os.PathLike[str]) -> str:
     return text
 
 
-async def _read_shard(path: str, on_open: Callable[[str, int], None] | None) -> tuple[Shard, Header]:
-    identities: list[FileIdentity] = []
-
-    def opener(name: str, flags: int) -> int:
-        descriptor, identity = _open(name, flags)
-        identities.append(identity)
+def _read_shard(path: str, on_open: Callable[[str, int], None] | None) -> tuple[Shard, Header]:
+    """All of it in one turn of a thread: opening, reading and closing by turns took as long as a small header itself."""
+    try:
+        descriptor, identity = _open(path)
         try:
             if on_open is not None:
                 on_open(path, descriptor)
-        except BaseException:
+            header = _read_header(path, descriptor, identity.size)
+            shard = Shard(
+                path=path,
+                size=identity.size,
+                identity=identity,
+                header_bytes=header.header_bytes,
+                data_offset=header.data_offset,
+            )
+            shard.check_unchanged(descriptor)
+        finally:
             close_file(descriptor)
-            raise
-        return descriptor
-
-    try:
-        async with aiofiles.open(path, "rb", buffering=0, opener=opener) as file:
-            reading = _Reading(path, identities[0], file.fileno())
-            nbytes = min(FIRST_READ_BYTES, READ_BYTES)
-            while (found := await in_thread(partial(reading.take, await file.read(nbytes)))) is None:
-                nbytes = READ_BYTES
     except OSError as error:
         if isinstance(error, FileError):
             raise
-        raise await in_thread(partial(_os_error, path, error)) from error
-    return found
+        raise _os_error(path, error) from error
+    return shard, header
 
 
-def _open(path: str, flags: int) -> tuple[int, FileIdentity]:
+def _open(path: str) -> tuple[int, FileIdentity]:
     """Open a regular file and nothing else. Looks first, because opening a FIFO waits and a device may act."""
     _require_regular(path, os.stat(path).st_mode)
-    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         status = os.fstat(descriptor)
         _require_regular(path, status.st_mode)
@@ -260,6 +256,23 @@ def _open(path: str, flags: int) -> tuple[int, FileIdentity]:
         close_file(descriptor)
         raise
     return descriptor, FileIdentity.of(status)
+
+
+def _read_header(path: str, descriptor: int, size: int) -> Header:
+    """Feed the parser, and give up the GIL at its pauses."""
+    parser = parse_header(path, size)
+    nbytes = min(FIRST_READ_BYTES, READ_BYTES)
+    try:
+        next(parser)
+        while True:
+            wanted = parser.send(os.read(descriptor, nbytes))
+            while wanted == 0:
+                time.sleep(0)
+                wanted = parser.send(b"")
+            nbytes = READ_BYTES
+    except StopIteration as stop:
+        header: Header = stop.value
+        return header
 
 
 _KINDS = (
@@ -277,40 +290,6 @@ def _require_regular(path: str, mode: int) -> None:
         number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
         what = f"this is {kind}, not a regular file"
         raise UnreadableFileError(what, file=path, errno=number, remedy="Give the path of a .gguf file.")
-
-
-class _Reading:
-    """A header that is being read."""
-
-    def __init__(self, path: str, identity: FileIdentity, descriptor: int) -> None:
-        self._path = path
-        self._identity = identity
-        self._descriptor = descriptor
-        self._parser: Steps[Header] | None = None
-
-    def take(self, chunk: bytes) -> tuple[Shard, Header] | None:
-        """Parse what was read; ``None`` where more is wanted. Gives up the GIL at the parser's pauses."""
-        try:
-            if self._parser is None:
-                self._parser = parse_header(self._path, self._identity.size)
-                next(self._parser)
-            wanted = self._parser.send(chunk)
-            while wanted == 0:
-                time.sleep(0)
-                wanted = self._parser.send(b"")
-        except StopIteration as stop:
-            header: Header = stop.value
-        else:
-            return None
-        shard = Shard(
-            path=self._path,
-            size=self._identity.size,
-            identity=self._identity,
-            header_bytes=header.header_bytes,
-            data_offset=header.data_offset,
-        )
-        shard.check_unchanged(self._descriptor)
-        return shard, header
 
 
 def _os_error(path: str, error: OSError) -> FileError:

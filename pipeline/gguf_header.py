@@ -134,7 +134,8 @@ class _Parser:
             ],
             key=attrgetter("offset"),
         )
-        yield 0
+        if n_tensors >= _RECORDS_A_PAUSE:
+            yield 0
         settled, warnings = settle_q2_0(self.path, self.size, tensors, alignment=alignment)
         warnings += check_layout(self.path, self.size, settled, data_offset=data_offset, alignment=alignment)
         return Header(
@@ -387,7 +388,7 @@ class _Parser:
                 self.pos = pos
                 known = kinds[kind] = self._kind(name, kind)
             records.append((name, *known, offset))
-            if index % _RECORDS_A_PAUSE == 0:
+            if index % _RECORDS_A_PAUSE == _RECORDS_A_PAUSE - 1:
                 yield 0
         self.pos = pos
         return records

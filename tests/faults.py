@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import io
 import mmap
 import os
 import platform
@@ -20,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import aiofiles.threadpool
 import numpy as np
 import pytest
 
@@ -40,7 +38,8 @@ _SYSCALLS = {
         strict=True,
     )
 }
-_FROM_PYTHON = ("stat", "open", "fstat", "preadv", "close", "dup", "posix_fadvise", "lseek", "memfd_create", "ftruncate", "pwrite")  # fmt: skip
+_FROM_PYTHON = ("stat", "open", "fstat", "read", "preadv", "close", "dup", "posix_fadvise", "lseek", "memfd_create", "ftruncate", "pwrite")  # fmt: skip
+_real_lseek = os.lseek
 _FROM_C = ("madvise", "mincore", "syscall", "process_madvise", "process_vm_readv")
 
 
@@ -65,26 +64,6 @@ class Calls:
                 if hasattr(module._libc, name):
                     self._patch(module._libc, name, self._names(name))
         self._patch(mmap, "mmap", lambda descriptor, *_, **__: "mmap a file" if descriptor >= 0 else "mmap memory")
-        calls = self
-
-        class File(io.FileIO):
-            """The file whose header is read."""
-
-            def read(self, nbytes: int = -1) -> bytes:
-                data: bytes = calls._call(
-                    "read the header", super().read, (nbytes,), {"put_back": lambda n: self.seek(-n, 1)}
-                )
-                return data
-
-            def close(self) -> None:
-                if not self.closed:
-                    super().close()
-                    calls._call("close the header", lambda: None, (), {})
-
-        def sync_open(path: str, mode: str, *, buffering: int, opener: Callable[[str, int], int], **_: Any) -> File:
-            return File(path, mode, opener=opener)
-
-        monkeypatch.setattr(aiofiles.threadpool, "sync_open", sync_open)
 
     def start(self, name: str | None = None, nth: int = 0, action: Action | None = None) -> None:
         """Count from now on, and have the ``nth`` call of that name (of any, where ``None``) act."""
@@ -125,7 +104,6 @@ class Calls:
             if hit:
                 assert self._action is not None
                 return self._action(real, arguments, options)
-        options.pop("put_back", None)
         return real(*arguments, **options)
 
     @staticmethod
@@ -138,6 +116,8 @@ class Calls:
                     return "preadv RWF_DONTCACHE"
                 case "preadv" if fcntl.fcntl(arguments[0], fcntl.F_GETFL) & os.O_DIRECT:
                     return "preadv O_DIRECT"
+                case "read":
+                    return "read the header"
                 case "madvise":
                     return f"madvise {_ADVICE[arguments[2]]}"
                 case "process_madvise":
@@ -190,7 +170,6 @@ def act_before(act: Callable[[], object]) -> Action:
 
     def first(real: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         act()
-        options.pop("put_back", None)
         return real(*arguments, **options)
 
     return first
@@ -203,12 +182,12 @@ def short(share: float) -> Action:
         return max(1, int(nbytes * share))
 
     def cut(real: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        if put_back := options.pop("put_back", None):
-            data = real(*arguments)
-            kept = part_of(len(data)) if data else 0
-            put_back(len(data) - kept)
-            return data[:kept]
         match getattr(real, "__name__", ""):
+            case "read":
+                data = real(*arguments)
+                kept = part_of(len(data)) if data else 0
+                _real_lseek(arguments[0], kept - len(data), os.SEEK_CUR)
+                return data[:kept]
             case "preadv":
                 count = real(*arguments, **options)
                 kept = min(count, part_of(sum(memoryview(buffer).nbytes for buffer in arguments[1])))
