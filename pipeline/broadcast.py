@@ -112,8 +112,9 @@ class Broadcast:
                 self._sinks.remove(sink)
                 with suppress(Exception):  # the log may be the one that fails
                     self._log.sink_failed(event.load_id, sink, error)
-        for reader in self._present():
-            reader.put(event)
+        if self._readers:
+            for reader in self._present():
+                reader.put(event)
 
     def _present(self) -> Iterator[EventReader]:
         """Readers that somebody reads."""

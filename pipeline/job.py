@@ -120,10 +120,10 @@ class SharedLoad:
     def emit(self, event: Event) -> None:
         """Take notice of an event of the load, and pass it on."""
         match event:
-            case Progress():
-                self.progress = event
             case TensorReady():
                 self.arrived.add(event.tensor)
+            case Progress():
+                self.progress = event
             case Planned():
                 self._decided()
                 self.progress = replace(

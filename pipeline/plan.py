@@ -159,10 +159,10 @@ def _roles(index: FileIndex, options: LoadOptions) -> dict[str, Role]:
                     f"intents names {quoted(name)}, which {index.path} does not have",
                     remedy=closest_names(name, result) or "inspect lists all names",
                 )
+    if intents is None:
+        return result
     for name, role in result.items():
-        intent: object = (
-            None if intents is None else intents.get(name) if isinstance(intents, Mapping) else intents(name)
-        )
+        intent: object = intents.get(name) if isinstance(intents, Mapping) else intents(name)
         if intent is not None:
             if not isinstance(intent, Intent) or not intent:
                 raise OptionError(
