@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from ggufstream.backends.arena import Arena
 from ggufstream.backends.base import Copy, Staging
@@ -22,19 +23,22 @@ def joined(part: Range, plan: LoadPlan, arena: Arena) -> Range:
     """A range that goes in unchanged, with neighbours as one piece where they lie in a chunk as they lie in the file. The
     padding between two goes along. It moves as one piece, however many small tensors it holds; it belongs to the first.
     """
-    pieces: list[Piece] = []
+    starts = []
     last, shift = None, 0
-    for piece in part.pieces:
+    for i, piece in enumerate(part.pieces):
         chunk, start = arena.place(plan.entries[piece.entry].first_slice + piece.part)
-        place = start + piece.runs[0].offset
-        if chunk is last and place - piece.offset == shift:
-            first = pieces[-1]
-            nbytes = piece.offset + piece.nbytes - first.offset
-            pieces[-1] = first._replace(nbytes=nbytes, runs=(Run(first.runs[0].offset, nbytes),))
-        else:
-            pieces.append(piece)
-            last, shift = chunk, place - piece.offset
-    return replace(part, pieces=tuple(pieces))
+        start += piece.runs[0].offset - piece.offset
+        if chunk is not last or start != shift:
+            starts.append(i)
+            last, shift = chunk, start
+    stretches = pairwise([*starts, len(part.pieces)])
+    return replace(part, pieces=tuple(_whole(part.pieces[first:end]) for first, end in stretches))
+
+
+def _whole(pieces: Sequence[Piece]) -> Piece:
+    first, last = pieces[0], pieces[-1]
+    nbytes = last.offset + last.nbytes - first.offset
+    return first._replace(nbytes=nbytes, runs=(Run(first.runs[0].offset, nbytes),))
 
 
 def destinations(part: Range, plan: LoadPlan, arena: Arena) -> list[list[Bytes]]:
