@@ -322,9 +322,9 @@ def digest(file: str, *, output: str | None, as_json: bool, log_format: LogForma
     `load --digest` and `gguf-hash --check` compare a file with it.
     """
     from ggufstream.digest import tensor_digests
-    from ggufstream.file_bytes import try_to_write, write_whole
     from ggufstream.manifest import format_manifest
     from ggufstream.threads import in_thread
+    from ggufstream.whole_files import try_to_write, write_whole
 
     configure_logging(log_format, verbose)
     if output is not None:
@@ -332,13 +332,13 @@ def digest(file: str, *, output: str | None, as_json: bool, log_format: LogForma
 
     async def work() -> tuple[str, dict[str, dict[str, str]]]:
         if output is not None:
-            await _written(in_thread(partial(try_to_write, output)))  # not after minutes
+            await _written(try_to_write(output))  # not after minutes
         with progress_bar(log_format) as bar:
             title = f"digest of {os.path.basename(file)}"
             index, digests = await tensor_digests(file, on_bytes=partial(bar.show, title))
         text = await in_thread(partial(format_manifest, index, digests))
         if output is not None:
-            await _written(in_thread(partial(write_whole, output, text.encode("utf-8", "surrogateescape"))))
+            await _written(write_whole(output, text.encode("utf-8", "surrogateescape")))
         return text, digests
 
     text, digests = run_interruptible(work)

@@ -1,14 +1,11 @@
-"""Bytes of an open file into memory of ours, whole; its end; and files of ours, whole or not at all. The system may read less than asked; nobody else loops.
+"""Bytes of an open file into memory of ours, whole; and its end. The system may read less than asked; nobody else loops.
 
 All functions block, and release the interpreter lock while the kernel works.
 """
 
 from __future__ import annotations
 
-import errno
 import os
-import stat
-import threading
 from contextlib import suppress
 
 import numpy as np
@@ -16,7 +13,7 @@ import numpy.typing as npt
 
 from ggufstream.errors import TruncatedFileError, UnreadableFileError
 
-__all__ = ["close_file", "pread_into", "read_error", "read_exactly", "try_to_write", "write_whole"]
+__all__ = ["close_file", "pread_into", "read_error", "read_exactly"]
 
 _IOV_MAX = 1024
 """Buffers that one ``preadv`` takes."""
@@ -96,59 +93,3 @@ def read_exactly(
 
 def _inside(tensor: str | None) -> str:
     return "" if tensor is None else f", in {tensor}"
-
-
-def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write a file: all of it, or nothing, and then what was there before is still there.
-
-    Raises:
-        OSError: It cannot be written; ``filename`` is the path.
-    """
-    name = os.fsdecode(path)
-    try:
-        if not _is_replaceable(name):
-            _write(name, "wb", data)
-            return
-        part = os.path.join(os.path.dirname(name), f".ggufstream-{os.getpid()}-{threading.get_ident()}")
-        try:
-            _write(part, "xb", data)
-            os.replace(part, name)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(part)
-            raise
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, name) from None
-
-
-def try_to_write(path: str | os.PathLike[str]) -> None:
-    """Find out whether ``write_whole`` would work, and leave everything as it is.
-
-    Raises:
-        OSError: It would not.
-    """
-    name = os.fsdecode(path)
-    if _is_replaceable(name):
-        part = os.path.join(os.path.dirname(name), f".ggufstream-{os.getpid()}-{threading.get_ident()}")
-        try:
-            if not os.path.basename(name):
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-            _write(part, "xb", b"")
-            os.unlink(part)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, name) from None
-    elif os.path.isdir(name):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
-
-
-def _is_replaceable(name: str) -> bool:
-    """Whether another file can take its place: there is none, or a plain one. Not a pipe or ``/dev/stdout``."""
-    try:
-        return stat.S_ISREG(os.lstat(name).st_mode)
-    except FileNotFoundError:
-        return True
-
-
-def _write(name: str, mode: str, data: bytes) -> None:
-    with open(name, mode) as file:
-        file.write(data)

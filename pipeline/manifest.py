@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
-from ggufstream.errors import ManifestError, MissingFileError, UnreadableFileError, UnsupportedFileError
+from ggufstream.errors import ManifestError, UnsupportedFileError
 from ggufstream.gguf_file import FileIndex
 from ggufstream.gguf_layout import quoted
 from ggufstream.threads import in_thread
+from ggufstream.whole_files import read_whole
 
 __all__ = ["Manifest", "format_manifest", "read_manifest"]
 
@@ -69,19 +70,7 @@ async def read_manifest(path: str, index: FileIndex) -> Manifest:
         MissingFileError, UnreadableFileError: It cannot be read.
         ManifestError: It is none, or not of this model: tensors are missing in one of the two.
     """
-    return await in_thread(partial(_read, path, index))
-
-
-def _read(path: str, index: FileIndex) -> Manifest:
-    """In a thread, from opening to closing: a load that is cancelled meanwhile would leave the file open."""
-    try:
-        with open(path, "rb") as file:
-            data = file.read(_MOST_BYTES)
-    except FileNotFoundError:
-        raise MissingFileError("no such manifest", file=path, remedy="Check the path") from None
-    except OSError as error:
-        raise UnreadableFileError(f"cannot be read ({error.strerror})", file=path, errno=error.errno) from None
-    return parse_manifest(data, path, index)
+    return await in_thread(partial(parse_manifest, await read_whole(path, most=_MOST_BYTES), path, index))
 
 
 @dataclass(frozen=True, slots=True)

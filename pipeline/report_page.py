@@ -17,12 +17,12 @@ from typing import Any
 
 from ggufstream.errors import MissingPackageError, printable
 from ggufstream.facts import Fact, backend_and_device, by_reason, first_few, report_facts
-from ggufstream.file_bytes import write_whole
 from ggufstream.report_chart import WIDTH, Area, Lane, Scale, areas, lane_groups
 from ggufstream.threads import in_thread
 from ggufstream.timeline import PHASES
 from ggufstream.trace_file import STAGES, Slice, Trace, read_trace
 from ggufstream.units import human_bytes, human_rate, human_seconds
+from ggufstream.whole_files import write_whole
 
 __all__ = ["render_page", "write_page"]
 
@@ -49,7 +49,7 @@ async def write_page(trace: str | os.PathLike[str], path: str | os.PathLike[str]
     """
     found = await read_trace(trace)
     page = (await in_thread(partial(render_page, found))).encode()
-    await in_thread(partial(write_whole, path, page))
+    await write_whole(path, page)
     return len(page)
 
 

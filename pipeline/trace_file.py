@@ -25,13 +25,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
-from ggufstream.errors import MalformedFileError, MissingFileError, MissingPackageError, UnreadableFileError, printable
+from ggufstream.errors import MalformedFileError, MissingPackageError, printable
 from ggufstream.events import RangeMoved
-from ggufstream.file_bytes import write_whole
 from ggufstream.tensor_table import plan_table
 from ggufstream.threads import in_thread
 from ggufstream.timeline import PHASES, Timeline
 from ggufstream.trace_contents import About, InstantNotes, RangeNotes, conforms
+from ggufstream.whole_files import read_whole, write_whole
 
 __all__ = [
     "COUNTERS",
@@ -103,7 +103,7 @@ async def write_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
         OSError: The file cannot be written.
     """
     data = await in_thread(partial(encode, timeline))
-    await in_thread(partial(write_whole, path, data))
+    await write_whole(path, data)
 
 
 async def read_trace(path: str | os.PathLike[str]) -> Trace:
@@ -114,20 +114,8 @@ async def read_trace(path: str | os.PathLike[str]) -> Trace:
         MissingFileError, UnreadableFileError: The file cannot be read.
         MalformedFileError: It is no trace of a load.
     """
-    return await in_thread(partial(_read_file, path))
-
-
-def _read_file(path: str | os.PathLike[str]) -> Trace:
-    try:
-        with open(path, "rb") as file:
-            data = file.read(1)
-            if data == _FIRST:  # a model that is given by mistake may be larger than memory
-                data += file.read()
-    except FileNotFoundError:
-        raise MissingFileError("no such file", file=path) from None
-    except OSError as error:
-        raise UnreadableFileError(f"cannot be read ({error.strerror})", file=path, errno=error.errno) from None
-    return decode(data, file=path)
+    # A model that is given by mistake may be larger than memory.
+    return await in_thread(partial(decode, await read_whole(path, magic=_FIRST), file=path))
 
 
 def _perfetto() -> Any:

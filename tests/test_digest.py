@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import builtins
 import errno
 import hashlib
 import json
 import os
 import shutil
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ggufstream
-from ggufstream import digest, file_bytes, read
+from ggufstream import digest, file_bytes, read, whole_files
 from ggufstream.backends.registry import open_backend
 from ggufstream.digest import Checks, tensor_digests
 from ggufstream.errors import (
@@ -532,14 +532,9 @@ async def test_a_cancel_while_the_manifest_is_opened_leaves_no_file(
     model: tuple[Path, Path, FileIndex], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, manifest, _ = model
-    original = open
-    gate = Gate(original)
+    gate = Gate(whole_files._open_at_once)
     with monkeypatch.context() as patch, opened("cpu") as backend:
-        patch.setattr(
-            builtins,
-            "open",
-            lambda file, *rest, **options: (gate if file == str(manifest) else original)(file, *rest, **options),
-        )
+        patch.setattr(whole_files, "_open_at_once", gate)
         loading = asyncio.create_task(ggufstream.load(path, backend=backend, digest=str(manifest)))
         assert await asyncio.to_thread(gate.entered.wait, 20)
         loading.cancel()
@@ -679,20 +674,17 @@ def test_a_manifest_is_not_written_over_another_shard(call: Call, tmp_path: Path
     assert call("load", first, "--backend", "cpu", "--digest", manifest)[0] == 0
 
 
-def test_a_manifest_is_written_whole_or_not_at_all(
-    call: Call, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.slow
+def test_a_manifest_is_written_whole_or_not_at_all(copy: Path, tmp_path: Path) -> None:
     manifest = tmp_path / "manifest"
     manifest.write_text("what was there")
-
-    def full(name: str, mode: str, data: bytes) -> None:
-        Path(name).write_bytes(data[:100])
-        if data:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(file_bytes, "_write", full)
-    code, _, err = call("digest", copy, "-o", manifest)
-    assert (code, f"cannot write {manifest}: No space left" in err) == (1, True)
+    little_room = (
+        "import resource, sys; from ggufstream.__main__ import main; "
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)); sys.argv[1:] = {['digest', str(copy), '-o', str(manifest)]}; "
+        "sys.exit(main())"
+    )
+    run = subprocess.run([sys.executable, "-c", little_room], capture_output=True, text=True, check=False)
+    assert (run.returncode, f"cannot write {manifest}: File too large" in run.stderr) == (1, True), run.stderr
     assert manifest.read_text() == "what was there"
     assert sorted(tmp_path.iterdir()) == sorted([manifest, copy])
 
