@@ -88,6 +88,8 @@ class StructlogSink:
     def __init__(self, logger: Any = None) -> None:
         chosen = logger if logger is not None else _default_logger()
         self._log = chosen.bind()  # structlog's own stand-in would look its settings up for each event
+        # Named by structlog's own filtering logger and by its logger for the standard library; others tell everything.
+        self._asks = getattr(self._log, "is_enabled_for", None) or getattr(self._log, "isEnabledFor", None)
 
     def __call__(self, event: Event, /) -> None:
         if type(event) in _DETAILS and not self._tells_details():
@@ -126,9 +128,7 @@ class StructlogSink:
                 self._log.info("load_cancelled", load_id=event.load_id)
 
     def _tells_details(self) -> bool:
-        # Named by structlog's own filtering logger and by its logger for the standard library; others tell everything.
-        asks = getattr(self._log, "is_enabled_for", None) or getattr(self._log, "isEnabledFor", None)
-        return asks is None or bool(asks(logging.DEBUG))
+        return self._asks is None or bool(self._asks(logging.DEBUG))
 
     def _range_moved(self, event: RangeMoved) -> None:
         seconds: dict[str, float] = {}
