@@ -14,9 +14,8 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -198,13 +197,25 @@ async def read_index(path: str | os.PathLike[str], *, on_open: Callable[[str, in
         FileChangedError: it was written to meanwhile.
         OptionError: ``path`` is no path.
     """
-    given = checked_path(path)
-    opened = await in_thread(partial(_read_shard, given, on_open))
+    steps = _read_steps(checked_path(path), on_open)
+    index: FileIndex | None = None
+    while index is None:
+        index = await in_thread(steps.__next__)
+    return index
+
+
+def _read_steps(given: str, on_open: Callable[[str, int], None] | None) -> Iterator[FileIndex | None]:
+    """Read one shard a step; the last step gives the index."""
+    opened = _read_shard(given, on_open)
     paths = _shard_paths(given, opened[1])
     if len(paths) > 1:
-        await in_thread(partial(_require_all, given, paths))
-    parts = [opened if p == given else await in_thread(partial(_read_shard, p, on_open)) for p in paths]
-    return await in_thread(partial(_merge, given, parts))
+        _require_all(given, paths)
+    parts = []
+    for path in paths:
+        if path != given:
+            yield None
+        parts.append(opened if path == given else _read_shard(path, on_open))
+    yield _merge(given, parts)
 
 
 def checked_path(path: str | os.PathLike[str]) -> str:
