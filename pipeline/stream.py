@@ -123,8 +123,8 @@ class Stream:
         self._moving = len(plan.ranges)
         """Ranges that have not been through all stages."""
         self._feeding = True
-        # Submitting, settling, releasing, growing and giving back have a thread each.
-        self._threads_total = self.workers + 5
+        # Submitting, settling, releasing and giving back have a thread each.
+        self._threads_total = self.workers + 4
         self._threads = ThreadPoolExecutor(self._threads_total, thread_name_prefix="ggufstream")
         self._bytes_done = 0
         self._bytes_total = plan.stream_bytes
@@ -154,11 +154,11 @@ class Stream:
         """
         self._started = time.perf_counter()
         try:
-            await in_thread(self._start_threads)
             async with anyio.create_task_group() as tasks:
                 send_runs, runs = anyio.create_memory_object_stream[Sequence[Range]](CHUNKS_AHEAD)
-                tasks.start_soon(self._grow, send_runs)
+                tasks.start_soon(self._grow, send_runs)  # with a thread of the event loop's, while ours are started
                 tasks.start_soon(self._feed, runs)
+                await in_thread(self._start_threads)
                 for _ in range(self.workers):
                     tasks.start_soon(self._hop, self._work)
                 tasks.start_soon(self._hop, self._submit)
@@ -242,7 +242,7 @@ class Stream:
                     await runs.send(ranges[first : part.index])
                     first = part.index
                 known = len(arena.chunks)
-                await self._hop(partial(self._grow_to, arena, last))
+                await in_thread(partial(self._grow_to, arena, last))
                 for chunk in arena.chunks[known:]:
                     self._emit(
                         ArenaGrown(
