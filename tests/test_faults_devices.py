@@ -24,7 +24,7 @@ from ggufstream.backends.host_memory import HostChunk, HostStaging, MappedChunk
 from ggufstream.backends.simulated import SimulatedBackend, _DeviceChunk
 from ggufstream.backends.testing import FaultyBackend, default_fault
 from ggufstream.backends.vulkan import VulkanBackend
-from ggufstream.backends.vulkan.api import CommandBuffer, Device, Fence, Memory, Queue
+from ggufstream.backends.vulkan.api import Buffer, CommandBuffer, Device, Fence, Memory, Queue
 from ggufstream.backends.vulkan.errors import from_result
 from ggufstream.backends.vulkan.memory import Allocation, HostPages
 from ggufstream.errors import (
@@ -432,10 +432,10 @@ class SmallVulkan(FaultyVulkan):
         self.limit = 1 << 40
         self._allocated: dict[Memory, int] = {}
 
-    def allocate_memory(self, device: Device, nbytes: int, *, memory_type: int) -> Memory:
+    def allocate_memory(self, device: Device, nbytes: int, *, memory_type: int, buffer: Buffer) -> Memory:
         if sum(self._allocated.values()) + nbytes > self.limit:
             raise from_result("vkAllocateMemory", -2, needed=nbytes)
-        memory = super().allocate_memory(device, nbytes, memory_type=memory_type)
+        memory = super().allocate_memory(device, nbytes, memory_type=memory_type, buffer=buffer)
         self._allocated[memory] = nbytes
         return memory
 

@@ -64,9 +64,10 @@ def one_of_each(backend: VulkanBackend, api: Vulkan, later: ExitStack) -> None:
     later.callback(api.destroy_device, other)
     buffer = api.create_buffer(device, 64, usage=USAGE_STORAGE, families=families)
     later.callback(api.destroy_buffer, device, buffer)
-    memory = api.allocate_memory(device, 4096, memory_type=backend._plan.staging.index)
+    needed = api.requirements(device, buffer).nbytes
+    memory = api.allocate_memory(device, needed, memory_type=backend._plan.staging.index, buffer=buffer)
     later.callback(api.free_memory, device, memory)
-    api.map_memory(device, memory, 4096)
+    api.map_memory(device, memory, needed)
     later.callback(api.unmap_memory, device, memory)
     later.callback(api.destroy_fence, device, api.create_fence(device))
     commands = api.create_command_pool(device, families[0])

@@ -18,7 +18,7 @@ import pytest
 import ggufstream
 from ggufstream.backends import registry
 from ggufstream.backends.vulkan import VulkanBackend
-from ggufstream.backends.vulkan.api import Device, Memory, PhysicalDevice
+from ggufstream.backends.vulkan.api import Buffer, Device, Memory, PhysicalDevice
 from ggufstream.backends.vulkan.compute import SUPPORTED
 from ggufstream.backends.vulkan.describe import describe
 from ggufstream.backends.vulkan.device import HOST_PAGES
@@ -130,12 +130,12 @@ class Offended(FaultyVulkan):
 
     def import_memory(self, device: Device, address: int, nbytes: int, *, memory_type: int) -> Memory:
         self.refusing.add(device)
-        return self.allocate_memory(device, nbytes, memory_type=memory_type)
+        raise OutOfDeviceMemoryError("it refuses", backend="vulkan")
 
-    def allocate_memory(self, device: Device, nbytes: int, *, memory_type: int) -> Memory:
+    def allocate_memory(self, device: Device, nbytes: int, *, memory_type: int, buffer: Buffer) -> Memory:
         if device in self.refusing:
             raise OutOfDeviceMemoryError("it refuses", backend="vulkan")
-        return super().allocate_memory(device, nbytes, memory_type=memory_type)
+        return super().allocate_memory(device, nbytes, memory_type=memory_type, buffer=buffer)
 
 
 class Single(FaultyVulkan):

@@ -408,8 +408,11 @@ class Vulkan:
         self.call("vkGetBufferMemoryRequirements", self._cast("VkDevice", device), self._cast("VkBuffer", buffer), out)
         return Requirements(int(out.size), int(out.alignment), int(out.memoryTypeBits))
 
-    def allocate_memory(self, device: Device, nbytes: int, *, memory_type: int) -> Memory:
+    def allocate_memory(self, device: Device, nbytes: int, *, memory_type: int, buffer: Buffer) -> Memory:
+        """Memory for ``buffer`` alone. NVIDIA's driver (580) takes 1 ms a GiB for that, and 18 to 28 where it is not said."""
+        dedicated = self._struct("VkMemoryDedicatedAllocateInfo", buffer=self._cast("VkBuffer", buffer))
         info = self._struct("VkMemoryAllocateInfo", allocationSize=nbytes, memoryTypeIndex=memory_type)
+        self._chain(info, [dedicated])
         owner = self._cast("VkDevice", device)
         return Memory(self._create("vkAllocateMemory", "VkDeviceMemory", owner, info, needed=nbytes))
 

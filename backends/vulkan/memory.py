@@ -164,13 +164,12 @@ class Allocation:
             self._buffer: Buffer = api.create_buffer(owner, size, usage=usage, families=device.families)
             undo.callback(api.destroy_buffer, owner, self._buffer)
             needed = api.requirements(owner, self._buffer)
-            # Whole atoms, so that a flush at the end need not be cut.
-            allocated = needed.nbytes + -needed.nbytes % self._atom
-            self._memory = api.allocate_memory(owner, allocated, memory_type=memory_type.index)
+            self._allocated = needed.nbytes
+            self._memory = api.allocate_memory(owner, needed.nbytes, memory_type=memory_type.index, buffer=self._buffer)
             undo.callback(api.free_memory, owner, self._memory)
             api.bind_buffer(owner, self._buffer, self._memory)
             if mapped:
-                whole = api.map_memory(owner, self._memory, allocated)
+                whole = api.map_memory(owner, self._memory, needed.nbytes)
                 undo.callback(api.unmap_memory, owner, self._memory)
                 if page_aligned:
                     self.offset = -int(whole.ctypes.data) % mmap.PAGESIZE
@@ -213,7 +212,7 @@ class Allocation:
     def _atoms(self, offset: int, nbytes: int) -> tuple[int, int]:
         start = (self.offset + offset) // self._atom * self._atom
         end = self.offset + offset + nbytes
-        return start, end + -end % self._atom - start
+        return start, min(end + -end % self._atom, self._allocated) - start
 
     def close(self) -> None:
         """Free everything. A second call does nothing."""
