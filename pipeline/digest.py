@@ -29,7 +29,6 @@ from ggufstream.errors import (
     MissingPackageError,
     OptionError,
     PlanViolationError,
-    UnreadableFileError,
     printable,
 )
 from ggufstream.file_bytes import close_file, read_exactly
@@ -354,11 +353,7 @@ async def tensor_digests(
 
 
 def _open_again(shard: Shard, opened: ExitStack) -> int:
-    try:
-        descriptor = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        what = f"cannot be opened ({error.strerror})"
-        raise UnreadableFileError(what, file=shard.path, errno=error.errno, remedy="Check its permissions") from None
+    descriptor = shard.open()
     opened.callback(close_file, descriptor)
     shard.check_unchanged(descriptor)
     return descriptor

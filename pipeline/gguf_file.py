@@ -75,6 +75,22 @@ class Shard:
     header_bytes: int
     data_offset: int
 
+    def open(self) -> int:
+        """A descriptor of the file, to be closed by the caller; ``check_unchanged`` says whether it is still the one.
+
+        Raises:
+            UnreadableFileError: It cannot be opened.
+        """
+        try:
+            return os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise UnreadableFileError(
+                f"cannot be opened ({error.strerror})",
+                file=self.path,
+                errno=error.errno,
+                remedy="Check its permissions, and how many files this process may open",
+            ) from None
+
     def status(self, descriptor: int) -> os.stat_result:
         """``fstat`` of the open file.
 

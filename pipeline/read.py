@@ -33,7 +33,6 @@ from ggufstream.ranges import Range
 __all__ = ["Choice", "DirectSource", "MappedSource", "PreadSource", "Source", "choose_io", "on_network", "open_source"]
 
 NETWORK = ("nfs", "cifs", "smb", "ceph", "fuse", "9p", "lustre", "gpfs", "glusterfs", "afs", "virtiofs")
-_LIMITS = "Check its permissions, and how many files this process may open"
 _WARM = 0.5
 """Share of a file in the page cache from which reading through the cache wins over going around it."""
 
@@ -103,15 +102,7 @@ class Source(ABC):
         self.shard = shard
         self.reason = reason
         self._plan = plan
-        try:
-            self.descriptor = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as error:
-            raise UnreadableFileError(
-                f"cannot be opened ({error.strerror})",
-                file=shard.path,
-                errno=error.errno,
-                remedy=_LIMITS,
-            ) from None
+        self.descriptor = shard.open()
         try:
             self.check_unchanged()
         except BaseException:
@@ -170,7 +161,10 @@ class Source(ABC):
             return os.dup(self.descriptor)
         except OSError as error:
             raise UnreadableFileError(
-                f"cannot be kept open ({error.strerror})", file=self.shard.path, errno=error.errno, remedy=_LIMITS
+                f"cannot be kept open ({error.strerror})",
+                file=self.shard.path,
+                errno=error.errno,
+                remedy="Check how many files this process may open",
             ) from None
 
     def close(self) -> None:

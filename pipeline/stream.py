@@ -161,12 +161,12 @@ class Stream:
                 tasks.start_soon(self._grow, send_runs)  # with a thread of the event loop's, while ours are started
                 tasks.start_soon(self._feed, runs)
                 await in_thread(self._start_threads)
+                tasks.start_soon(self._tell)  # before the others: it is what ends them
                 for _ in range(self.workers):
                     tasks.start_soon(self._hop, self._work)
                 tasks.start_soon(self._hop, self._submit)
                 tasks.start_soon(self._hop, self._settle)
                 tasks.start_soon(self._hop, self._release)
-                tasks.start_soon(self._tell)
                 tasks.start_soon(self._measure)
         except BaseExceptionGroup as group:
             raise _first(group) from None
@@ -229,8 +229,8 @@ class Stream:
         )
 
     async def _grow(self, runs: MemoryObjectSendStream[Sequence[Range]]) -> None:
-        """Have memory for the slices of all ranges, in order, some chunks ahead: it takes a device as long to allocate one
-        as to fill it. Passes on the ranges that have memory.
+        """Have memory for the slices of all ranges, in order, some chunks ahead, so that nobody waits for an allocation.
+        Passes on the ranges that have memory.
         """
         ranges, first = self._plan.ranges, 0
         async with runs:

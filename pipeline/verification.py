@@ -10,7 +10,6 @@ reference makes of them.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -23,7 +22,6 @@ import numpy.typing as npt
 from ggufstream.backends.base import Chunk, Slice
 from ggufstream.backends.products import Multiply, linear_by_decoding, multiply_in_order
 from ggufstream.decode import DECODABLE, decode
-from ggufstream.errors import UnreadableFileError
 from ggufstream.file_bytes import close_file, read_exactly
 from ggufstream.gguf_file import Shard
 from ggufstream.gguf_layout import TensorInfo
@@ -230,20 +228,11 @@ class _Files:
         self._descriptors: list[int] = []
         try:
             for shard in shards:
-                self._descriptors.append(self._open(shard))
+                self._descriptors.append(shard.open())
             self.check_unchanged()
         except BaseException:
             self.close()
             raise
-
-    @staticmethod
-    def _open(shard: Shard) -> int:
-        try:
-            return os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as error:
-            what = f"cannot be opened ({error.strerror})"
-            remedy = "Check its permissions, and how many files this process may open"
-            raise UnreadableFileError(what, file=shard.path, errno=error.errno, remedy=remedy) from None
 
     def check_unchanged(self) -> None:
         """All are the files that were loaded."""
