@@ -415,6 +415,8 @@ def _checked_devices(
     """
     from ggufstream.backends.base import Backend
 
+    if isinstance(devices, str):
+        raise OptionError(f"devices={devices!r} is a str", remedy=f"Give a list: {devices.split(',')!r}")
     if devices and backend is not None:
         raise OptionError("backend and devices are both given", remedy="Give one of them")
     given = list(devices) or [options.backend if backend is None else backend]

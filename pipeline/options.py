@@ -112,6 +112,12 @@ def parse_switch(text: str) -> bool:
     raise OptionError(f"{text!r} is neither on nor off", remedy="Write 1 or 0")
 
 
+def _parse_count(text: str) -> int:
+    if not text.strip().isdecimal():
+        raise OptionError(f"{text!r} is not a whole number")
+    return int(text)
+
+
 class LoadChanges(TypedDict, total=False):
     """The fields of :class:`LoadOptions` but ``backend`` as keywords, for type checkers."""
 
@@ -360,7 +366,7 @@ ENVIRONMENT: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "GGUFSTREAM_ROWS": ("row_strategy", str),
     "GGUFSTREAM_ROW_CACHE": ("row_cache_bytes", parse_bytes),
     "GGUFSTREAM_STAGING": ("staging_bytes", parse_bytes),
-    "GGUFSTREAM_WORKERS": ("workers", int),
+    "GGUFSTREAM_WORKERS": ("workers", _parse_count),
     "GGUFSTREAM_VULKAN_VALIDATION": ("validation", parse_switch),
 }
 """Environment variable → option and how its text is read."""

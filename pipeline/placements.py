@@ -162,7 +162,10 @@ class Decider:
 
     def _decide(self, tensor: TensorInfo, role: Role, layer_device: int, override: _Override | None) -> Decision:
         if self.is_lazy(tensor, role.intent):
-            return Decision(placement=Placement.ROWS, layout=Raw(), reason=f"lookup table, lazy={self._options.lazy}")
+            reason = f"lookup table, lazy={self._options.lazy}"
+            if override is not None and override.placement is not Placement.ROWS:
+                reason += f"; override {override.pattern.pattern!r} is for what lazy=off loads"
+            return Decision(placement=Placement.ROWS, layout=Raw(), reason=reason)
         if override is None:
             return self._resolve(tensor, role, layer_device)
         because = f"override {override.pattern.pattern!r}"

@@ -30,8 +30,10 @@ _TITLE = """\
 # What becomes of a fault
 
 Every row is a fault that the tests inject into the real thing, at each place where it can occur in a load, one place a
-time. *Survived*: the load went well, and its bytes are right. Else it failed with the errors named, and everything was
-given back. The figures are how often, in the run that wrote this page, on {system}:
+time: in a load, or while a backend is opened (*opening*), or in products, rows and reads of what is loaded (*use*). The
+memory of simulated devices is a file, read and written like one: there a disk's error is the device's. *Survived*: the
+load went well, and its bytes are right. Else it failed with the errors named, and everything was given back. The figures
+are how often, in the run that wrote this page, on {system}:
 
     pytest tests/test_faults_*.py --fault-table tests/FAULTS.md
 """

@@ -347,6 +347,9 @@ async def test_the_device_that_is_full_is_named(mixed: Path) -> None:
         await ggufstream.load(mixed, backend="cpu", device_weights=[1, 2])
     with pytest.raises(OptionError, match="both given"):
         await ggufstream.load(mixed, backend="cpu", devices=["cpu"])
+    with pytest.raises(OptionError, match="is a str") as caught:
+        await ggufstream.load(mixed, devices="cpu,vulkan")
+    assert "['cpu', 'vulkan']" in caught.value.remedy
 
 
 def test_a_table_that_stays_in_the_file_weighs_nothing_in_the_split() -> None:

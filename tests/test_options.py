@@ -300,3 +300,9 @@ def test_names_of_intents_and_placements() -> None:
 
 def test_changes_are_the_fields() -> None:
     assert get_type_hints(LoadChanges) | {"backend": str} == get_type_hints(LoadOptions)
+
+
+@pytest.mark.parametrize("text", ["x", "-1", "1.5"])
+def test_a_count_in_the_environment_is_a_whole_number(text: str) -> None:
+    with pytest.raises(OptionError, match=f"GGUFSTREAM_WORKERS='{text}': '{text}' is not a whole number"):
+        LoadOptions.from_environment({"GGUFSTREAM_WORKERS": text})

@@ -478,3 +478,14 @@ def test_a_backend_is_asked_with_type_shape_and_intent_only(index: FileIndex) ->
     plan_of(index, backend, lazy="off")
     expected = {(s.type, s.dims[::-1]) for s in MODEL if s.name not in {"blk.1.odd", "blk.1.scale"}}
     assert {(name, shape) for name, shape, _ in asked} == expected
+
+
+def test_an_override_that_the_lazy_mode_beats_is_named() -> None:
+    index = index_of([Spec("token_embd.weight", "Q8_0", (256, 300)), Spec("output.weight", "Q8_0", (256, 300))])
+    lazy = plan_of(index, lazy="on", overrides=(("token_embd", "HOST"),)).entries[0]
+    assert (lazy.placement, lazy.reason) == (
+        Placement.ROWS,
+        "lookup table, lazy=on; override 'token_embd' is for what lazy=off loads",
+    )
+    assert plan_of(index, lazy="off", overrides=(("token_embd", "HOST"),)).entries[0].placement is Placement.HOST
+    assert plan_of(index, lazy="on", overrides=(("token_embd", "ROWS"),)).entries[0].reason == "lookup table, lazy=on"

@@ -125,10 +125,10 @@ def test_while_it_loads(smollm2_path: Path, tmp_path: Path, moment: str, backend
 @pytest.mark.slow
 def test_while_it_reads_a_large_header(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
-    path.write_bytes(gb.build(pairs=[gb.pair("k", gb.ARRAY, gb.array(gb.STRING, 1 << 21, bytes(16 << 20)))]))
+    path.write_bytes(gb.build(pairs=[gb.pair("k", gb.ARRAY, gb.array(gb.STRING, 1 << 22, bytes(32 << 20)))]))
     ended = interrupted(["load", path, *BACKENDS["cpu"], *LOG], signal.SIGINT, event("load_started"), folder=tmp_path)
     ended.check(signal.SIGINT)
-    assert not list(filter(event("header_read"), ended.lines))
+    assert not list(filter(event("planned"), ended.lines))
 
 
 @pytest.mark.slow
@@ -144,10 +144,16 @@ def test_while_it_reads_a_large_header(tmp_path: Path) -> None:
     ids=["verify", "verify-vulkan", "rows", "digest"],
 )
 def test_other_verbs(
-    smollm2_path: Path, tmp_path: Path, arguments: list[str], when: Callable[[str], bool], signum: int
+    smollm2_path: Path,
+    gemma_path: Path,
+    tmp_path: Path,
+    arguments: list[str],
+    when: Callable[[str], bool],
+    signum: int,
 ) -> None:
     verb, *more = arguments
-    ended = interrupted([verb, smollm2_path, *more, "--json"], signum, when, folder=tmp_path)
+    path = gemma_path if verb == "digest" else smollm2_path  # the smaller one is done before a signal comes
+    ended = interrupted([verb, path, *more, "--json"], signum, when, folder=tmp_path)
     ended.check(signum)
     assert json.loads(ended.out)["error"]["type"] == "Interrupted"
 
