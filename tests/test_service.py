@@ -709,5 +709,8 @@ async def test_the_page_shows_errors_comes_back_and_fits_a_phone(folder: Path) -
         await page.context.set_offline(False)
         await expect(page.locator("#link")).to_have_text("live")
         await expect(page.locator(f"[data-id='{load}'] .chip")).to_have_text("unloaded")
+        await page.reload()
+        await expect(failed.locator(".error")).to_contain_text("NotGGUFError")
+        await expect(page.locator("#hear")).to_have_text("")  # what was there before is no news
         await failed.get_by_role("button", name="Dismiss page.gguf").click()
         await expect(page.locator("#empty")).to_be_visible()
