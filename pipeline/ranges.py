@@ -6,7 +6,7 @@ a row is small enough; neighbours in the file that are small are joined.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -65,6 +65,8 @@ class Range:
 def cut(slices: Iterable[SliceSource], *, limit: int, max_gap: int) -> tuple[Range, ...]:
     """Cut and join ``slices``, in the order given, into ranges of at most ``limit`` bytes where that is possible.
 
+    Ranges are filled up: a slice that the last one has no room for is cut, unless little would go there.
+
     Args:
         slices: In load order.
         limit: Bytes, in the file and packed. Only a layout's granule, or a single block, can make a range larger.
@@ -72,7 +74,7 @@ def cut(slices: Iterable[SliceSource], *, limit: int, max_gap: int) -> tuple[Ran
     """
     ranges: list[Range] = []
     pieces: list[Piece] = []
-    steps: dict[tuple[Extent, Layout], Sequence[_Step]] = {}
+    kinds: dict[tuple[Extent, Layout], _Kind] = {}
     """Slices that are alike are cut alike."""
     shard = start = end = packed = 0
     arena, is_verbatim = "", True
@@ -94,48 +96,64 @@ def cut(slices: Iterable[SliceSource], *, limit: int, max_gap: int) -> tuple[Ran
 
     for source in slices:
         alike = source.extent, source.layout
-        known = steps.get(alike)
-        if known is None:
-            known = steps[alike] = [*_steps(*alike, limit)]
-        for first, nbytes, runs, packed_bytes in known:
-            offset = source.offset + first
+        kind = kinds.get(alike)
+        if kind is None:
+            kind = kinds[alike] = _kind(*alike, limit)
+        first, offset = 0, source.offset
+        while first < kind.blocks:
             joins = (
                 pieces
                 and (shard, arena) == (source.shard, source.arena)
                 and (offset == end or source.floor <= end < offset <= end + max_gap)
-                and offset + nbytes - start <= limit
-                and packed + packed_bytes <= limit
                 and len(pieces) < MAX_PIECES
             )
-            if not joins:
+            count = kind.within(first, limit - max(offset - start, packed)) if joins else 0
+            if count == 0:
                 close()
                 shard, arena, start, packed, is_verbatim = source.shard, source.arena, offset, 0, True
+                count = min(kind.blocks - first, kind.most)
+            nbytes = count * kind.block_bytes
+            runs = kind.runs if count == kind.blocks else source.layout.runs(source.extent, first, count)
             pieces.append(Piece(source.entry, source.part, offset - start, nbytes, runs))
-            end = offset + nbytes
-            packed += packed_bytes
+            first, offset = first + count, offset + nbytes
+            end = offset
+            packed += kind.packed_bytes if count == kind.blocks else sum(run.nbytes for run in runs)
             is_verbatim &= source.layout.verbatim
     close()
     return tuple(ranges)
 
 
-class _Step(NamedTuple):
-    """Blocks of a slice that stay in one piece. Bytes, from the slice's start in the file."""
+class _Kind(NamedTuple):
+    """How slices that are alike are cut."""
 
-    offset: int
-    nbytes: int
+    blocks: int
+    block_bytes: int
     runs: tuple[Run, ...]
+    """Of a whole slice."""
     packed_bytes: int
+    """The same."""
+    unit: int
+    """Blocks that stay together, as far as the limit allows it: a row, and what the layout keeps."""
+    largest: int
+    """Bytes of a block, in the file or packed."""
+    most: int
+    """Blocks that a range takes."""
+
+    def within(self, first: int, room: int) -> int:
+        """How many blocks from ``first`` on go into a range that has ``room`` bytes left; none if they are few."""
+        left = self.blocks - first
+        if left * self.largest <= room:
+            return left
+        count = room // (self.unit * self.largest) * self.unit
+        return count if count >= self.most // 4 else 0
 
 
-def _steps(extent: Extent, layout: Layout, limit: int) -> Iterator[_Step]:
-    """A slice in steps of at most ``limit`` bytes."""
+def _kind(extent: Extent, layout: Layout, limit: int) -> _Kind:
     block_bytes = extent.type.block_bytes
     largest = max(block_bytes, sum(run.nbytes for run in layout.runs(extent, 0, 1)))
     unit = layout.granule(extent)
     if extent.row_blocks * largest <= limit:
         unit = max(unit, extent.row_blocks)
-    step = max(1, limit // (unit * largest)) * unit
-    for first in range(0, extent.blocks, step):
-        count = min(step, extent.blocks - first)
-        runs = layout.runs(extent, first, count)
-        yield _Step(first * block_bytes, count * block_bytes, runs, sum(run.nbytes for run in runs))
+    runs = layout.runs(extent, 0, extent.blocks)
+    most = max(1, limit // (unit * largest)) * unit
+    return _Kind(extent.blocks, block_bytes, runs, sum(run.nbytes for run in runs), unit, largest, most)

@@ -15,13 +15,15 @@ once: however the stream ends, nothing may be lost.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from contextvars import copy_context
 from functools import partial
 from typing import Literal, TypeVar
 
@@ -43,7 +45,7 @@ from ggufstream.read import Source
 from ggufstream.release import Releaser
 from ggufstream.repack import destinations, flush, joined, pack, pieces, staged_copies
 from ggufstream.slabs import Slabs
-from ggufstream.threads import Lane, Mailbox, clean_up_in_thread, in_thread
+from ggufstream.threads import Lane, Mailbox, clean_up_in_thread, in_thread, uninterrupted
 from ggufstream.upload import Upload, Uploads
 
 __all__ = ["Stream", "default_workers"]
@@ -59,8 +61,8 @@ SAMPLE_SECONDS = 0.02
 CHUNKS_AHEAD = 3
 """Chunks that may be allocated before the feeder comes to them, and one that is being allocated."""
 
-MEASURE_SECONDS = 0.002
-"""Memory is measured at most that often."""
+MEASURE_SECONDS = 0.01
+"""Memory is measured at most that often: it takes as long as a range needs of the interpreter lock."""
 
 
 def default_workers(*, cached: float) -> int:
@@ -126,8 +128,9 @@ class Stream:
         """Ranges that have not been through all stages."""
         self._feeding = True
         # Submitting, settling, releasing and giving back have a thread each.
-        self._threads_total = self.workers + 4
-        self._threads = ThreadPoolExecutor(self._threads_total, thread_name_prefix="ggufstream")
+        self._threads = ThreadPoolExecutor(self.workers + 4, thread_name_prefix="ggufstream")
+        self._running: list[Future[None]] = []
+        """What threads do, until somebody waits for it."""
         self._bytes_done = 0
         self._bytes_total = plan.stream_bytes
         self._left = {i: entry.tensor.nbytes for i, entry in enumerate(plan.entries) if entry.slices}
@@ -160,36 +163,34 @@ class Stream:
                 send_runs, runs = anyio.create_memory_object_stream[Sequence[Range]](CHUNKS_AHEAD)
                 tasks.start_soon(self._grow, send_runs)  # with a thread of the event loop's, while ours are started
                 tasks.start_soon(self._feed, runs)
+                tasks.start_soon(self._tell)  # before the threads: it is what ends them
                 await in_thread(self._start_threads)
-                tasks.start_soon(self._tell)  # before the others: it is what ends them
-                for _ in range(self.workers):
-                    tasks.start_soon(self._hop, self._work)
-                tasks.start_soon(self._hop, self._submit)
-                tasks.start_soon(self._hop, self._settle)
-                tasks.start_soon(self._hop, self._release)
+                for _ in range(len(self._running)):
+                    tasks.start_soon(self._join)
                 tasks.start_soon(self._measure)
         except BaseExceptionGroup as group:
             raise _first(group) from None
         finally:
+            self._stop()
+            self._running.clear()  # their errors refer to us
             try:
                 await clean_up_in_thread(self._close)
             finally:
                 self._slabs.release()
 
     def _start_threads(self) -> None:
-        """Start all threads now: an executor would start them in ``submit``, where the event loop waits until each runs.
+        """Start all threads, and let each begin at once. In a thread: whoever starts one waits until it runs.
 
         Raises:
             RuntimeError: The system gives no more threads.
         """
-        barrier = threading.Barrier(self._threads_total)
-        try:
-            started = [self._threads.submit(barrier.wait) for _ in range(self._threads_total)]
-        except BaseException:
-            barrier.abort()
-            raise
-        for thread in started:
-            thread.result()
+        for work in (*[self._work] * self.workers, self._submit, self._settle, self._release):
+            self._running.append(self._threads.submit(copy_context().run, work))
+        self._threads.submit(int)  # one more, for what comes up
+
+    async def _join(self) -> None:
+        """Wait for the end of one of the threads, and raise its error."""
+        await uninterrupted(asyncio.wrap_future(self._running.pop()))
 
     def _close(self) -> None:
         """Wait for whatever is in flight and give all memory back, however the stream ended."""
@@ -448,9 +449,13 @@ class Stream:
             self._sample()
             self._probing.cancel()
         finally:
-            for lane in (self._todo, self._packed, self._submitted, self._arrived):
-                lane.stop()  # however this ends, no thread waits for more
-            self._checks.stop()
+            self._stop()
+
+    def _stop(self) -> None:
+        """However this ends, no thread waits for more."""
+        for lane in (self._todo, self._packed, self._submitted, self._arrived):
+            lane.stop()
+        self._checks.stop()
 
     def _measure_memory(self) -> None:
         now = time.perf_counter()

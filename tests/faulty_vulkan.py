@@ -46,7 +46,10 @@ class FaultyVulkan(Vulkan):
             super().call(name, *arguments)
         elif name == "vkGetFenceStatus":
             device, fence = arguments
-            super().call("vkWaitForFences", device, 1, self._array("VkFence", [fence]), 1, 1_000_000_000)
+            assert isinstance(device, int)
+            assert isinstance(fence, int)
+            fences = self._array("VkFence", [self._cast("VkFence", fence)])
+            super().call("vkWaitForFences", self._cast("VkDevice", device), 1, fences, 1, 1_000_000_000)
         return LOST
 
     def heal(self) -> None:

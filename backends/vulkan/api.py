@@ -4,13 +4,15 @@ Only the binding's cffi library is used, not its Python functions: those raise `
 do not know and let arrays in nested structs be collected too early. Every call goes through :meth:`Vulkan.call`, so a
 subclass sees, counts and replaces all of them: that is how tests fake a lost device.
 
-Handles are integers. Cffi releases the GIL during every call.
+Handles are integers. Every call lets other threads run meanwhile, but for those in ``_QUICK``.
 """
 
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any, Final, NamedTuple, NewType
 
 import numpy as np
@@ -97,8 +99,8 @@ _QUICK: Final = frozenset(
         "vkGetFenceStatus",
     }
 )
-"""Calls of a microsecond that wait for nobody. cffi lets other threads run meanwhile, and where many want to, it takes a
-hundred times as long to get the interpreter lock back: these keep it."""
+"""Calls of a microsecond that wait for nobody. Where many threads want to run it takes a hundred times as long to get the
+interpreter lock back: these keep it. They take plain integers, which is a third of the time of cffi's typed pointers."""
 
 
 class Region(NamedTuple):
@@ -161,6 +163,9 @@ class Vulkan:
         self._vk: Any = vulkan
         self._ffi: Any = vulkan.ffi
         self._functions: dict[str, Any] = {}
+        self._kinds: dict[str, int] = {}
+        """``sType`` by the name of the struct."""
+        self._constants: dict[tuple[object, ...], Any] = {}
         self._callbacks: dict[int, Any] = {}
 
     # The choke point, and what builds arguments.
@@ -177,20 +182,21 @@ class Vulkan:
         else:
             address = self._vk.lib.vkGetInstanceProcAddr(self._cast("VkInstance", instance), name.encode())
             function = self._ffi.cast(f"PFN_{name}", address)
-        # A validation layer calls back into Python: whoever holds the interpreter lock must not wait for its locks.
-        if name in _QUICK and not self._callbacks:
+        if name in _QUICK:
             function = self._quick(function)
         self._functions[name] = function
         return function
 
     def _quick(self, function: Any) -> Callable[..., int | None]:
-        """The same function, called without letting other threads run."""
+        """The same function, for plain integers."""
         signature = self._ffi.typeof(function)
         integers = {4: ctypes.c_uint32, 8: ctypes.c_uint64}
         arguments = [integers[self._ffi.sizeof(kind)] for kind in signature.args]
         result = None if signature.result.kind == "void" else ctypes.c_int32
-        call = ctypes.PYFUNCTYPE(result, *arguments)(self._int(function))
-        return lambda *values: call(*map(self._int, values))
+        # A validation layer calls back into Python: whoever holds the interpreter lock must not wait for its locks.
+        prototype = ctypes.CFUNCTYPE if self._callbacks else ctypes.PYFUNCTYPE
+        quick: Callable[..., int | None] = prototype(result, *arguments)(self._int(function))
+        return quick
 
     def _must(self, name: str, *arguments: object, needed: int | None = None, also: int = SUCCESS) -> int:
         # Positive codes are no errors, but not what was asked for either, but for the one that the caller expects.
@@ -208,8 +214,19 @@ class Vulkan:
     def _struct(self, ctype: str, **fields: Any) -> Any:
         # A pointer to a struct with its sType. Arrays among the fields must be kept by the caller until the call.
         struct = self._ffi.new(f"{ctype}*", fields)
-        struct.sType = getattr(self._vk, ctype)().sType
+        kind = self._kinds.get(ctype)
+        if kind is None:
+            kind = self._kinds[ctype] = getattr(self._vk, ctype)().sType
+        struct.sType = kind
         return struct
+
+    def _constant(self, ctype: str, **fields: int) -> int:
+        """The address of a struct of numbers, which stays."""
+        key = ctype, *fields.values()
+        struct = self._constants.get(key)
+        if struct is None:
+            struct = self._constants[key] = self._struct(ctype, **fields)
+        return self._int(struct)
 
     def _array(self, ctype: str, items: Iterable[Any]) -> Any:
         return self._ffi.new(f"{ctype}[]", list(items))
@@ -493,29 +510,25 @@ class Vulkan:
 
     def begin(self, device: Device, pool: CommandPool, commands: CommandBuffer) -> None:
         """Empty the pool, which holds ``commands`` alone, and start recording for one submission."""
-        self._must("vkResetCommandPool", self._cast("VkDevice", device), self._cast("VkCommandPool", pool), 0)
-        info = self._struct("VkCommandBufferBeginInfo", flags=0x1)
-        self._must("vkBeginCommandBuffer", self._cast("VkCommandBuffer", commands), info)
+        self._must("vkResetCommandPool", device, pool, 0)
+        self._must("vkBeginCommandBuffer", commands, self._constant("VkCommandBufferBeginInfo", flags=0x1))
 
     def end(self, commands: CommandBuffer) -> None:
-        self._must("vkEndCommandBuffer", self._cast("VkCommandBuffer", commands))
+        self._must("vkEndCommandBuffer", commands)
 
     def copy(self, commands: CommandBuffer, source: Buffer, destination: Buffer, regions: Sequence[Region]) -> None:
-        array = self._ffi.new("VkBufferCopy[]", list(regions))
-        buffers = self._cast("VkBuffer", source), self._cast("VkBuffer", destination)
-        self.call("vkCmdCopyBuffer", self._cast("VkCommandBuffer", commands), *buffers, len(regions), array)
+        numbers = array("Q", chain.from_iterable(regions))  # as an array of VkBufferCopy has them
+        self.call("vkCmdCopyBuffer", commands, source, destination, len(regions), numbers.buffer_info()[0])
 
     def barrier(self, commands: CommandBuffer, *, host: bool = False) -> None:
         """All that came before is finished and visible to all that follows; with ``host``, to the host as well."""
-        memory = self._struct(
+        memory = self._constant(
             "VkMemoryBarrier",
             srcAccessMask=_ACCESS_WRITE,
             dstAccessMask=_ACCESS_READ | _ACCESS_WRITE | (_ACCESS_HOST if host else 0),
         )
         stages = _STAGE_ALL, _STAGE_ALL | (_STAGE_HOST if host else 0)
-        nothing = 0, self._ffi.NULL
-        target = self._cast("VkCommandBuffer", commands)
-        self.call("vkCmdPipelineBarrier", target, *stages, 0, 1, memory, *nothing, *nothing)
+        self.call("vkCmdPipelineBarrier", commands, *stages, 0, 1, memory, 0, 0, 0, 0)
 
     def create_fence(self, device: Device) -> Fence:
         info = self._struct("VkFenceCreateInfo")
@@ -525,26 +538,23 @@ class Vulkan:
         self._destroy("vkDestroyFence", device, "VkFence", fence)
 
     def reset_fence(self, device: Device, fence: Fence) -> None:
-        self._must("vkResetFences", self._cast("VkDevice", device), 1, self._array("VkFence", [self._fence(fence)]))
+        fences = array("Q", [fence])
+        self._must("vkResetFences", device, 1, fences.buffer_info()[0])
 
     def fence_done(self, device: Device, fence: Fence) -> bool:
-        owner = self._cast("VkDevice", device)
-        return self._must("vkGetFenceStatus", owner, self._fence(fence), also=NOT_READY) == SUCCESS
+        return self._must("vkGetFenceStatus", device, fence, also=NOT_READY) == SUCCESS
 
     def wait_fence(self, device: Device, fence: Fence, nanoseconds: int) -> bool:
         """Whether the fence was reached within ``nanoseconds``."""
-        fences = self._array("VkFence", [self._fence(fence)])
+        fences = self._array("VkFence", [self._cast("VkFence", fence)])
         owner = self._cast("VkDevice", device)
         return self._must("vkWaitForFences", owner, 1, fences, 1, nanoseconds, also=TIMEOUT) == SUCCESS
 
-    def _fence(self, fence: Fence) -> Any:
-        return self._cast("VkFence", fence)
-
     def submit(self, queue: Queue, commands: CommandBuffer, fence: Fence) -> None:
         """Run ``commands`` and reach ``fence`` after that. The caller holds the queue's lock."""
-        array = self._array("VkCommandBuffer", [self._cast("VkCommandBuffer", commands)])
-        info = self._struct("VkSubmitInfo", commandBufferCount=1, pCommandBuffers=array)
-        self._must("vkQueueSubmit", self._cast("VkQueue", queue), 1, info, self._fence(fence))
+        buffers = self._array("VkCommandBuffer", [self._cast("VkCommandBuffer", commands)])
+        info = self._struct("VkSubmitInfo", commandBufferCount=1, pCommandBuffers=buffers)
+        self._must("vkQueueSubmit", self._cast("VkQueue", queue), 1, info, self._cast("VkFence", fence))
 
     # Compute
 
