@@ -139,6 +139,11 @@ class Source(ABC):
         return False
 
     @property
+    def maps(self) -> bool:
+        """Whether what is read becomes part of this process's resident memory until ``drop``."""
+        return self.mode == "mmap"
+
+    @property
     def fills_cache(self) -> bool:
         """Whether what is read is in the page cache afterwards."""
         return self.mode != "direct"

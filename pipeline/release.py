@@ -38,6 +38,9 @@ class Releaser:
         if page_cache == "auto":
             page_cache = "drop" if any(device.memory == "unified" for device in plan.devices) else "auto"
         self.page_cache = page_cache
+        keeps = page_cache == "keep" or (page_cache == "auto" and all(seen.pages.all() for seen in residency))
+        self.is_idle = keeps and not any(source.maps for source in sources)
+        """No page is ever dropped: ``release`` does nothing, and may be called from any thread."""
         self.released_bytes = 0
         """Of pages that were unmapped, or evicted from the page cache, or both."""
         # Pages at the borders of ranges, by how many ranges still need them. Pages inside belong to one range alone.
@@ -62,7 +65,7 @@ class Releaser:
 
     def release(self, part: Range) -> None:
         """All bytes of the range are on the device: drop the pages that nothing else needs."""
-        if part.arena in self._mapped:
+        if self.is_idle or part.arena in self._mapped:
             return
         border = self._border[part.shard]
         for page in _border_pages(part.offset, part.nbytes):

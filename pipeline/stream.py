@@ -2,15 +2,16 @@
 
 ::
 
-    grow ──runs──► feed ──ranges──► workers ──packed──► submit ──► settle ──arrived──► release
-     arenas         budget           read + repack       upload    wait for tickets     drop pages
-                      ▲                                                 │ progress         │ moved
-                      └── budget ◄─── tell ◄────────────────────────────┴──────────────────┘
+    grow ──runs──► feed ──ranges──► workers ──packed──► upload ──arrived──► release
+     arenas         budget           read + repack       a device each       drop pages
+                      ▲                                    │ progress           │ moved
+                      └──── budget ◄──── tell ◄────────────┴────────────────────┘
 
 The event loop decides which range goes next, counts the budget and tells what is done; it is woken for as many ranges
 as there are news of. All else happens in worker threads, which pass ranges on among themselves: a way through the event
-loop a range and a stage took more time than the stages. What a thread takes (staging memory, tickets) it records at
-once: however the stream ends, nothing may be lost.
+loop a range and a stage took more time than the stages. There are as few threads on the way as can be: where sixteen run, each
+that is passed on to takes a range's time to read 1 MiB until it has the interpreter lock. What a thread takes (staging
+memory, tickets) it records at once: however the stream ends, nothing may be lost.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import asyncio
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -60,6 +61,9 @@ SAMPLE_SECONDS = 0.02
 
 CHUNKS_AHEAD = 3
 """Chunks that may be allocated before the feeder comes to them, and one that is being allocated."""
+
+UPLOADS = 4
+"""Uploads that a device has in hand at once, at most."""
 
 MEASURE_SECONDS = 0.01
 """Memory is measured at most that often: it takes as long as a range needs of the interpreter lock."""
@@ -118,8 +122,8 @@ class Stream:
             plan=plan, backends=backends, sources=sources, budget=budget, in_place=self._reads_in_place, hop=self._hop
         )
         self._uploads = Uploads()
-        self._unsettled = Counter(plan.arenas[part.arena].device for part in plan.ranges if plan.is_staged(part))
-        """Staged ranges that are left, by device: the last one takes the device's staging memory with it."""
+        self._staged = Counter(plan.arenas[part.arena].device for part in plan.ranges if plan.is_staged(part))
+        """Staged ranges by device."""
         self._times: dict[int, list[StageTime]] = {}
         """Of the ranges under way, by index."""
         self._sampled_at = 0.0
@@ -127,8 +131,8 @@ class Stream:
         self._moving = len(plan.ranges)
         """Ranges that have not been through all stages."""
         self._feeding = True
-        # Submitting, settling, releasing and giving back have a thread each.
-        self._threads = ThreadPoolExecutor(self.workers + 4, thread_name_prefix="ggufstream")
+        # The uploads of each device, releasing and giving back have a thread each.
+        self._threads = ThreadPoolExecutor(self.workers + len(backends) + 2, thread_name_prefix="ggufstream")
         self._running: list[Future[None]] = []
         """What threads do, until somebody waits for it."""
         self._bytes_done = 0
@@ -141,8 +145,7 @@ class Stream:
         self._window = anyio.Semaphore(2 * self.workers + 2, fast_acquire=True)
         """Ranges under way: enough that no worker waits for the event loop."""
         self._todo: Lane[Range] = Lane()
-        self._packed: Lane[Range] = Lane()
-        self._submitted: Lane[Range] = Lane()
+        self._packed: list[Lane[Range]] = [Lane() for _ in backends]
         self._arrived: Lane[Range] = Lane()
         self._news: Mailbox[tuple[Callable[[Range], None], Range]] = Mailbox()
 
@@ -184,7 +187,9 @@ class Stream:
         Raises:
             RuntimeError: The system gives no more threads.
         """
-        for work in (*[self._work] * self.workers, self._submit, self._settle, self._release):
+        works: list[Callable[[], None]] = [self._work] * self.workers
+        works += [partial(self._upload, device) for device in self._staged if device is not None]
+        for work in (*works, self._release):
             self._running.append(self._threads.submit(copy_context().run, work))
         self._threads.submit(int)  # one more, for what comes up
 
@@ -294,8 +299,9 @@ class Stream:
         while (part := self._todo.get()) is not None:
             with self._located(part):
                 self._process(part)
-            if self._plan.is_staged(part):
-                self._packed.put(part)
+            device = self._plan.arenas[part.arena].device
+            if device is not None and self._plan.is_staged(part):
+                self._packed[device].put(part)
             else:
                 self._arrive(part)
 
@@ -364,40 +370,60 @@ class Stream:
     def _check(self, part: Range, data: Bytes) -> None:
         self._checks.update(part, pieces(part, data), partial(self._sources[part.shard].renew, part))
 
-    def _submit(self) -> None:
-        """Start the uploads of what is packed. One thread."""
-        for _ in range(self._unsettled.total()):
-            if (part := self._packed.get()) is None:
+    def _upload(self, device: int) -> None:
+        """Start the uploads of what is packed, and wait for the device. One thread each device: others would only queue for
+        it, lock in hand.
+        """
+        lane, backend = self._packed[device], self._backends[device]
+        under_way: deque[Range] = deque()
+        left = self._staged[device]
+        while left:
+            # Packed ranges go first, so that the device always has the next one in hand.
+            part = lane.poll() if under_way else lane.get()
+            if part is not None:
+                with self._located(part):
+                    self._uploads.submit(part, backend)
+                under_way.append(part)
+            elif not under_way:
                 return
-            device = self._plan.arenas[part.arena].device
-            assert device is not None
-            with self._located(part):
-                self._uploads.submit(part, self._backends[device])
-            self._submitted.put(part)
+            if part is None or len(under_way) == UPLOADS:
+                left -= 1
+                self._settle(under_way.popleft(), is_last=not left)
 
-    def _settle(self) -> None:
-        """Wait for the device, in order of upload. One thread."""
-        for _ in range(self._unsettled.total()):
-            if (part := self._submitted.get()) is None:
-                return
-            self._settle_one(part)
-            self._arrive(part)
-
-    def _arrive(self, part: Range) -> None:
-        """The device has all bytes of a range."""
-        self._news.put((self._progress, part))
-        self._arrived.put(part)
-
-    def _settle_one(self, part: Range) -> None:
+    def _settle(self, part: Range, *, is_last: bool) -> None:
+        """Wait until the device has finished a range. The last one takes the device's staging memory with it."""
         with self._located(part):
             started = self._uploads.settle(part)
         self._times[part.index].append(
             StageTime("upload", self._plan.arenas[part.arena].name, started, time.perf_counter())
         )
-        device = self._plan.arenas[part.arena].device
-        self._unsettled[device] -= 1
-        if not self._unsettled[device]:
+        if is_last:
             self._slabs.staging(part).close()
+        self._arrive(part)
+
+    def _arrive(self, part: Range) -> None:
+        """The device has all bytes of a range."""
+        self._measure_memory()
+        if self._releaser.is_idle:
+            self._drop_pages(part)
+            self._news.put((self._arrived_and_moved, part))
+        else:
+            self._news.put((self._progress, part))
+            self._arrived.put(part)
+
+    def _release(self) -> None:
+        """Drop the pages of what has arrived. One thread."""
+        while (part := self._arrived.get()) is not None:
+            self._drop_pages(part)
+            self._news.put((self._moved, part))
+
+    def _drop_pages(self, part: Range) -> None:
+        with self._timed(part, "release"):
+            self._releaser.release(part)
+
+    def _arrived_and_moved(self, part: Range) -> None:
+        self._progress(part)
+        self._moved(part)
 
     def _progress(self, part: Range) -> None:
         now = time.perf_counter()
@@ -424,16 +450,6 @@ class Stream:
             )
         )
 
-    def _release(self) -> None:
-        """Drop the pages of what has arrived. One thread."""
-        for _ in self._plan.ranges:
-            if (part := self._arrived.get()) is None:
-                return
-            with self._timed(part, "release"):
-                self._releaser.release(part)
-            self._measure_memory()
-            self._news.put((self._moved, part))
-
     async def _tell(self) -> None:
         """Tell what is done, for as many ranges at once as there are, and give their budget back."""
         try:
@@ -453,7 +469,7 @@ class Stream:
 
     def _stop(self) -> None:
         """However this ends, no thread waits for more."""
-        for lane in (self._todo, self._packed, self._submitted, self._arrived):
+        for lane in (self._todo, *self._packed, self._arrived):
             lane.stop()
         self._checks.stop()
 

@@ -105,6 +105,10 @@ class Lane(Generic[_T]):
             self._items.put(None)
         return item
 
+    def poll(self) -> _T | None:
+        """The next item if there is one, and the lane has not ended."""
+        return None if self._is_stopped or self._items.empty() else self.get()
+
     def close(self) -> None:
         """Nothing more will be put."""
         self._items.put(None)

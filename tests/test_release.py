@@ -35,7 +35,7 @@ class FakeSource:
         self.dropped: list[int] = []
         self.evicted: list[int] = []
 
-    fills_cache = True
+    fills_cache = maps = True
 
     def drop(self, first: int, last: int) -> bool:
         assert 0 <= first < last <= -(-self.shard.size // PAGE)
