@@ -144,16 +144,27 @@ def safetensors(*, device: str = "cpu") -> Load:
 
 
 def runai_ranges() -> Load:
-    """``runai_model_streamer.FileStreamer`` on the GGUF file: a range a tensor, kept as they come."""
+    """``runai_model_streamer.FileStreamer`` on the GGUF file: a range a tensor.
+
+    With a memory limit it hands out views of one buffer that it fills again and again: to have them all, each is copied.
+    """
     from runai_model_streamer import FileChunks, FileStreamer
+
+    reuses = "RUNAI_STREAMER_MEMORY_LIMIT" in os.environ
 
     def load(job: dict[str, Any]) -> Steps:
         yield None
         offsets, sizes = zip(*job["ranges"], strict=True)
         with FileStreamer() as streamer:
             streamer.stream_files([FileChunks(0, job["file"], list(offsets), list(sizes))])
-            tensors = {i: tensor for _, i, tensor in streamer.get_chunks()}
+            tensors = {i: tensor.clone() if reuses else tensor for _, i, tensor in streamer.get_chunks()}
         yield {"bytes": sum(tensor.nbytes for tensor in tensors.values())}
+        with open(job["file"], "rb", buffering=0) as file:
+            for i, tensor in tensors.items():
+                start = tensor[:64].numpy().tobytes()
+                file.seek(offsets[i])
+                if file.read(len(start)) != start:
+                    raise RuntimeError(f"tensor {i} was overwritten")
 
     return load
 

@@ -142,8 +142,8 @@ class Stream:
         self._first_layer = {i for i in self._left if plan.entries[i].layer <= FIRST_LAYER}
         self._started = 0.0
         self._probing = anyio.CancelScope()
-        self._window = anyio.Semaphore(2 * self.workers + 2, fast_acquire=True)
-        """Ranges under way: enough that no worker waits for the event loop."""
+        self._window = anyio.Semaphore(self.workers + max(UPLOADS, self.workers // 2), fast_acquire=True)
+        """Ranges under way: enough that no worker waits for the event loop or the device, and few slabs."""
         self._todo: Lane[Range] = Lane()
         self._packed: list[Lane[Range]] = [Lane() for _ in backends]
         self._arrived: Lane[Range] = Lane()
