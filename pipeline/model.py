@@ -202,7 +202,9 @@ class Weight:
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        return self.array().__array_interface__
+        array = self.array()
+        # Not its address, with which an array would hold this weight, which outlives the memory.
+        return array.__array_interface__ | {"data": array.reshape(-1).view(np.uint8)}
 
     def __dlpack__(self, **kwargs: Any) -> Any:
         return self.array().__dlpack__(**kwargs)
