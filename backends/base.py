@@ -228,9 +228,15 @@ class Backend(ABC):
             UnsupportedByDeviceError: The type has no decoder, or the device none for this layout.
         """
 
+    def free_kept(self) -> bool:
+        """Free what closed chunks and staging memory have left for the next. ``False`` if there is nothing."""
+        return False
+
     @abstractmethod
     def statistics(self) -> dict[str, Any]:
-        """Counters: at least ``live_bytes``, ``live_chunks``, ``peak_bytes``, ``staging_bytes`` (integers)."""
+        """Counters: at least ``live_bytes``, ``live_chunks``, ``peak_bytes``, ``staging_bytes`` and ``kept_bytes``
+        (integers).
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -25,6 +25,7 @@ class CpuBackend(CpuScalarBackend):
 
     Args:
         direct: As for the reference.
+        keep_bytes: As for the reference.
         interleave: Keep matrices of the types that have a product for it (Q4_0, Q8_0, Q4_K) in layout ``x8``. Off by
             default: with numpy's arithmetic the product is as fast from ``raw`` (``bench/linear.py`` has both), and
             packing takes time.
@@ -32,8 +33,8 @@ class CpuBackend(CpuScalarBackend):
 
     name: ClassVar[str] = "cpu"
 
-    def __init__(self, *, direct: bool = True, interleave: bool = False) -> None:
-        super().__init__(direct=direct)
+    def __init__(self, *, direct: bool = True, keep_bytes: int = 0, interleave: bool = False) -> None:
+        super().__init__(direct=direct, keep_bytes=keep_bytes)
         self._interleave = interleave
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None

@@ -21,6 +21,7 @@ from ggufstream.backends.host_memory import (
     copy_now,
     memory_statistics,
 )
+from ggufstream.backends.kept import Kept
 from ggufstream.backends.products import linear_by_decoding, multiply_in_order
 from ggufstream.decode import DECODABLE
 from ggufstream.ggml_types import GGMLType
@@ -31,14 +32,20 @@ __all__ = ["CpuScalarBackend"]
 
 
 class CpuScalarBackend(Backend):
-    """Every tensor ``raw``. ``direct=False`` forces uploads through staging, as a device with its own memory needs."""
+    """Every tensor ``raw``.
+
+    Args:
+        direct: ``False`` forces uploads through staging, as a device with its own memory needs.
+        keep_bytes: Most memory that is kept for the next load, once no array refers to it any more.
+    """
 
     name: ClassVar[str] = "cpu_scalar"
 
-    def __init__(self, *, direct: bool = True) -> None:
+    def __init__(self, *, direct: bool = True, keep_bytes: int = 0) -> None:
         self._chunks = Counter()
         self._mapped = Counter()
         self._staging = Counter()
+        self._kept = Kept(keep_bytes)
         self._capabilities = Capabilities(
             backend=self.name,
             device="host memory",
@@ -55,19 +62,20 @@ class CpuScalarBackend(Backend):
 
     @property
     def capabilities(self) -> Capabilities:
-        return replace(self._capabilities, budget_bytes=available_memory())
+        available = available_memory()
+        return replace(self._capabilities, budget_bytes=None if available is None else available + self._kept.nbytes())
 
     def resolve(self, ggml_type: GGMLType, shape: tuple[int, ...], intent: Intent) -> Layout | None:
         return None if Intent.LINEAR in intent and ggml_type.name not in DECODABLE else Raw()
 
     def allocate(self, nbytes: int) -> Chunk:
-        return HostChunk(nbytes, owner=self.name, counter=self._chunks)
+        return HostChunk(nbytes, owner=self.name, counter=self._chunks, kept=self._kept)
 
     def map_pages(self, pages: Bytes) -> Chunk:
         return MappedChunk(pages, self._mapped)
 
     def staging(self, nbytes: int) -> Staging:
-        return HostStaging(nbytes, owner=self.name, counter=self._staging)
+        return HostStaging(nbytes, owner=self.name, counter=self._staging, kept=self._kept)
 
     def upload(self, staging: Staging, copies: Sequence[Copy]) -> Ticket:
         return copy_now(staging, copies)
@@ -81,11 +89,14 @@ class CpuScalarBackend(Backend):
     def gather(self, table: Sequence[Slice], ids: npt.NDArray[np.int64], target: Chunk, offset: int) -> None:
         gather_on_host(table, ids, target, offset, _memory)
 
+    def free_kept(self) -> bool:
+        return self._kept.free_all()
+
     def statistics(self) -> dict[str, Any]:
-        return memory_statistics(self._chunks, self._staging) | {"mapped_bytes": self._mapped.live_bytes}
+        return memory_statistics(self._chunks, self._staging, self._kept) | {"mapped_bytes": self._mapped.live_bytes}
 
     def close(self) -> None:
-        return
+        self._kept.close()
 
 
 def _memory(chunk: Chunk) -> Bytes:

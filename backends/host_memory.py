@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import numpy as np
 
 from ggufstream.backends.base import Chunk, Copy, Staging, Ticket
+from ggufstream.backends.kept import Kept
 from ggufstream.errors import OutOfHostMemoryError
 from ggufstream.layouts import Bytes
+from ggufstream.memory_limits import available_memory
 from ggufstream.pages import PAGE
 
 __all__ = [
@@ -35,15 +38,30 @@ HOST_CHUNK_BYTES = 256 << 20
 """Preferred size of a chunk of host memory."""
 
 
-def anonymous_memory(nbytes: int, *, owner: str) -> Bytes:
-    """Private, page-aligned, zero-filled memory that asks for huge pages.
+def anonymous_memory(nbytes: int, *, owner: str, kept: Kept | None = None) -> Bytes:
+    """Private, page-aligned memory that asks for huge pages; zero-filled, unless it was kept.
 
     Huge pages double the speed of O_DIRECT reads into it. Pages are not touched here: they cost nothing until used,
-    and all of it goes back to the system when the last array that refers to it is dropped.
+    and all of it goes back to the system when the last array that refers to it is dropped; or to ``kept``, from which it
+    is taken where it has some.
 
     Raises:
         OutOfHostMemoryError: The system refused.
     """
+    if kept is None:
+        return np.frombuffer(_map(nbytes, owner), np.uint8, count=nbytes)
+    pages = kept.take(mmap.mmap, nbytes)
+    if pages is None:
+        # As much again, for the pages of memory that others have got and not touched yet.
+        kept.make_room(2 * nbytes, available_memory)
+        pages = kept.with_room(lambda: _map(nbytes, owner))
+    memory = np.frombuffer(pages, np.uint8, count=nbytes)
+    # All views of an array refer to the array itself, whoever has made them: it goes after the last of them.
+    weakref.finalize(memory, kept.put, pages, nbytes).atexit = False
+    return memory
+
+
+def _map(nbytes: int, owner: str) -> mmap.mmap:
     try:
         memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, MemoryError) as error:
@@ -56,7 +74,7 @@ def anonymous_memory(nbytes: int, *, owner: str) -> Bytes:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without transparent huge pages: slower, nothing else
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8, count=nbytes)
+    return memory
 
 
 class Counter:
@@ -80,13 +98,14 @@ class Counter:
             self.live_bytes -= nbytes
 
 
-def memory_statistics(chunks: Counter, staging: Counter) -> dict[str, Any]:
+def memory_statistics(chunks: Counter, staging: Counter, kept: Kept | None = None) -> dict[str, Any]:
     """What every backend's ``statistics`` has."""
     return {
         "live_bytes": chunks.live_bytes,
         "live_chunks": chunks.live,
         "peak_bytes": chunks.peak_bytes,
         "staging_bytes": staging.live_bytes,
+        "kept_bytes": kept.nbytes() if kept is not None else 0,
     }
 
 
@@ -123,8 +142,8 @@ class _HostMemory:
 class HostChunk(_HostMemory, Chunk):
     """A chunk of anonymous host memory."""
 
-    def __init__(self, nbytes: int, *, owner: str, counter: Counter) -> None:
-        super().__init__(anonymous_memory(nbytes, owner=owner), counter)
+    def __init__(self, nbytes: int, *, owner: str, counter: Counter, kept: Kept | None = None) -> None:
+        super().__init__(anonymous_memory(nbytes, owner=owner, kept=kept), counter)
 
 
 class MappedChunk(_HostMemory, Chunk):
@@ -138,8 +157,8 @@ class MappedChunk(_HostMemory, Chunk):
 class HostStaging(_HostMemory, Staging):
     """Staging memory for devices whose memory is the host's, and scratch memory for reading."""
 
-    def __init__(self, nbytes: int, *, owner: str, counter: Counter) -> None:
-        super().__init__(anonymous_memory(nbytes, owner=owner), counter)
+    def __init__(self, nbytes: int, *, owner: str, counter: Counter, kept: Kept | None = None) -> None:
+        super().__init__(anonymous_memory(nbytes, owner=owner, kept=kept), counter)
 
 
 class DoneTicket(Ticket):

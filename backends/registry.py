@@ -34,7 +34,12 @@ def open_for(options: LoadOptions) -> tuple[Backend, str]:
 
 
 def open_backend(
-    spec: str = "auto", *, device: str | None = None, direct: bool | None = None, validation: bool = False
+    spec: str = "auto",
+    *,
+    device: str | None = None,
+    direct: bool | None = None,
+    validation: bool = False,
+    keep_bytes: int = 0,
 ) -> Backend:
     """Open a backend.
 
@@ -45,11 +50,16 @@ def open_backend(
         direct: Whether tensors are placed straight into device memory: ``None`` where possible, ``True`` demands it,
             ``False`` forces staging.
         validation: Load Vulkan's validation layer.
+        keep_bytes: Most memory that stays with the backend when a model or a load is closed, and goes to the next that
+            needs just as much at once: for whoever loads again and again. It counts as free, is freed where it is in the
+            way, and may show bytes of an earlier model in the gaps between tensors.
 
     Raises:
-        OptionError: No backend is called so, or it has no device to choose.
+        OptionError: No backend is called so, it has no device to choose, or it cannot keep so much.
         DeviceError: The backend cannot be opened; the message says what it lacks and how to get it.
     """
+    if keep_bytes < 0:
+        raise OptionError(f"keep_bytes={keep_bytes} is no number of bytes", remedy="Give at least 0")
     name, _, profile = spec.partition(":")
     if name == "vulkan" and profile:
         if device is not None:
@@ -60,16 +70,18 @@ def open_backend(
     elif profile and name != "simulated":
         raise OptionError(f"backend {spec!r}: {name} has no profiles", remedy=_known())
     if name == "vulkan" or (name == "auto" and device is not None):
-        return _vulkan(device, direct=direct, validation=validation)
+        return _vulkan(device, direct=direct, validation=validation, keep_bytes=keep_bytes)
     if device is not None and (name in _HOST or name == "simulated"):
         raise OptionError(
             f"backend {name} has no device {device!r}", remedy="Leave the device out, or choose backend vulkan"
         )
     if name == "auto":
-        return _auto(direct=direct, validation=validation)[0]
+        return _auto(direct=direct, validation=validation, keep_bytes=keep_bytes)[0]
     if name in _HOST:
-        return _host(name, direct=direct)
+        return _host(name, direct=direct, keep_bytes=keep_bytes)
     if name == "simulated":
+        if keep_bytes:
+            raise OptionError(f"backend {spec} keeps no memory", remedy="Leave keep_bytes out")
         from ggufstream.backends.simulated import SimulatedBackend
 
         return SimulatedBackend(*([profile] if profile else []), direct=direct)
@@ -90,28 +102,30 @@ def _known() -> str:
     return f"Known: {', '.join(_NAMES)}"
 
 
-def _host(name: str, *, direct: bool | None) -> Backend:
+def _host(name: str, *, direct: bool | None, keep_bytes: int = 0) -> Backend:
     from ggufstream.backends.cpu import CpuBackend
     from ggufstream.backends.cpu_scalar import CpuScalarBackend
 
     kind = CpuBackend if name == "cpu" else CpuScalarBackend
-    return kind(direct=direct is not False)
+    return kind(direct=direct is not False, keep_bytes=keep_bytes)
 
 
-def _vulkan(device: str | None, *, direct: bool | None, validation: bool) -> Backend:
+def _vulkan(device: str | None, *, direct: bool | None, validation: bool, keep_bytes: int = 0) -> Backend:
     from ggufstream.backends.vulkan import VulkanBackend
 
-    return VulkanBackend(device, direct=direct, validation=validation)
+    return VulkanBackend(device, direct=direct, validation=validation, keep_bytes=keep_bytes)
 
 
-def _auto(*, direct: bool | None, validation: bool) -> tuple[Backend, str]:
+def _auto(*, direct: bool | None, validation: bool, keep_bytes: int = 0) -> tuple[Backend, str]:
     try:
-        backend = _vulkan(None, direct=direct, validation=validation)
+        backend = _vulkan(None, direct=direct, validation=validation, keep_bytes=keep_bytes)
     except DeviceError as error:
         if direct and isinstance(error, UnsupportedByDeviceError):
             raise  # there is a GPU, and what was demanded of it would be taken from another device in silence
         # what is missing and how to get it is worth a line; a list of devices that are no GPUs is not
-        return _host("cpu", direct=direct), _NO_GPU if isinstance(error, NoDeviceError) else str(error)
+        return _host("cpu", direct=direct, keep_bytes=keep_bytes), _NO_GPU if isinstance(error, NoDeviceError) else str(
+            error
+        )
     return backend, f"a GPU was found: {backend.capabilities.device}"
 
 

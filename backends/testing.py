@@ -433,6 +433,9 @@ class BackendWrapper(Backend):
     def gather(self, table: Sequence[Slice], ids: npt.NDArray[np.int64], target: Chunk, offset: int) -> None:
         self.inner.gather(table, ids, target, offset)
 
+    def free_kept(self) -> bool:
+        return self.inner.free_kept()
+
     def statistics(self) -> dict[str, Any]:
         return self.inner.statistics()
 

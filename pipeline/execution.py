@@ -14,7 +14,7 @@ import anyio
 
 from ggufstream.backends.arena import Arena, ChunkArena, MappedArena
 from ggufstream.backends.base import Backend, Chunk
-from ggufstream.backends.host_memory import HOST_CHUNK_BYTES, HostChunk
+from ggufstream.backends.host_memory import HOST_CHUNK_BYTES, HOST_MEMORY, HostChunk
 from ggufstream.backends.host_memory import Counter as MemoryCounter
 from ggufstream.backends.registry import open_for
 from ggufstream.budget import ByteBudget
@@ -336,8 +336,12 @@ class Execution:
                     self._reservations.reserve(
                         self._claim, load_plan, backends=backends, host_bytes=host_bytes, promised=promised
                     )
-                except OutOfDeviceMemoryError:
-                    if self._reservations.promised(backends) == promised:
+                except OutOfDeviceMemoryError as error:
+                    # What devices keep of the host's memory does not look free there.
+                    kept = error.memory == HOST_MEMORY and await in_thread(
+                        lambda: any(backend.free_kept() for backend in backends)
+                    )
+                    if not kept and self._reservations.promised(backends) == promised:
                         raise
                     # Meanwhile others have allocated what they were promised, and it was counted twice.
                 else:

@@ -24,7 +24,16 @@ from ggufstream.backends.host_memory import HostChunk, HostStaging, MappedChunk
 from ggufstream.backends.simulated import SimulatedBackend, _DeviceChunk
 from ggufstream.backends.testing import FaultyBackend, default_fault
 from ggufstream.backends.vulkan import VulkanBackend
-from ggufstream.backends.vulkan.api import Buffer, CommandBuffer, Device, Fence, Memory, Queue
+from ggufstream.backends.vulkan.api import (
+    USAGE_READBACK,
+    USAGE_STORAGE,
+    Buffer,
+    CommandBuffer,
+    Device,
+    Fence,
+    Memory,
+    Queue,
+)
 from ggufstream.backends.vulkan.errors import from_result
 from ggufstream.backends.vulkan.memory import Allocation, HostPages
 from ggufstream.errors import (
@@ -52,10 +61,13 @@ SPECS: Sequence[TensorSpec] = (
 LOAD: dict[str, Any] = {"range_bytes": 16 << 10, "chunk_bytes": 16 << 10, "lazy": "on"}
 UPLOADS: dict[str, dict[str, Any]] = {
     "direct": {},
+    "mapped": {},
     "staged": {},
     "alias": {"upload": "alias", "row_strategy": "device-read"},
 }
-"""Ways up, with the options of a load: in place, through staging memory, and of the file's own pages."""
+"""Ways up, with the options of a load: in place, in pages of our own or in mapped memory of the driver's; through staging
+memory; and of the file's own pages.
+"""
 PRODUCT, TABLE, LAZY = "blk.0.attn_q.weight", "token_embd.weight", "per_layer_token_embd.weight"
 IDS = [39, 0, 7]
 
@@ -173,7 +185,14 @@ def opened(api: FaultyVulkan, **options: Any) -> Iterator[VulkanBackend]:
 
 
 def open_for(upload: str, api: FaultyVulkan) -> VulkanBackend:
-    return VulkanBackend(DEVICE, direct=upload != "staged", validation=True, api=api)
+    backend = VulkanBackend(DEVICE, direct=upload != "staged", validation=True, api=api)
+    backend._imports = imports(upload)
+    return backend
+
+
+def imports(upload: str) -> set[int]:
+    """For what pages of our own are imported; the first failure ends it."""
+    return {USAGE_READBACK, USAGE_STORAGE} if upload in {"direct", "alias"} else {USAGE_READBACK}
 
 
 def fallible(called: Any) -> dict[str, int]:
@@ -256,7 +275,7 @@ async def test_every_call_of_a_load(life: Life, record_fault: RecordFault, uploa
         for function, nth, code in injections(fallible(api.called)):
             before = api.left
             MEMORY.clear()
-            backend._imports_staging = True  # a failure has ended that
+            backend._imports = imports(upload)  # a failure has ended that
             api.fail_at(function, nth, code)
             try:
                 model = await life.load(loader, backend, **UPLOADS[upload])
@@ -301,7 +320,7 @@ async def test_every_call_of_a_model_in_use(life: Life, record_fault: RecordFaul
         await life.use(model)
         forget_caches(backend)
         for function, nth, code in injections(fallible(api.called)):
-            backend._imports_staging = True  # a failure has ended that
+            backend._imports = imports(upload)  # a failure has ended that
             api.fail_at(function, nth, code)
             try:
                 await life.use(model)
@@ -445,7 +464,7 @@ class SmallVulkan(FaultyVulkan):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("upload", ["direct", "staged"])
+@pytest.mark.parametrize("upload", ["mapped", "staged"])
 @pytest.mark.asyncio
 async def test_a_budget_that_is_not_kept(life: Life, record_fault: RecordFault, upload: str) -> None:
     api = SmallVulkan()

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -14,13 +14,14 @@ import numpy.typing as npt
 
 from ggufstream.backends.base import Backend, Capabilities, Chunk, Copy, Intent, Slice, Staging, Ticket
 from ggufstream.backends.host_memory import Counter, anonymous_memory, memory_statistics
+from ggufstream.backends.kept import Kept
 from ggufstream.backends.vulkan.api import USAGE_READBACK, USAGE_STORAGE, Vulkan
 from ggufstream.backends.vulkan.device import HOST_PAGES, VulkanDevice, VulkanInstance, choose_device
 from ggufstream.backends.vulkan.errors import BACKEND
 from ggufstream.backends.vulkan.memory import Allocation, HostAllocation, HostPages, MemoryPlan, plan_memory
 from ggufstream.backends.vulkan.pages import ImportedPages, try_pages
 from ggufstream.backends.vulkan.records import DeviceRecord
-from ggufstream.backends.vulkan.transfer import ReadBack, VulkanChunk, VulkanStaging
+from ggufstream.backends.vulkan.transfer import ReadBack, StagingMemory, VulkanChunk, VulkanStaging
 from ggufstream.errors import (
     ClosedError,
     DeviceError,
@@ -49,6 +50,7 @@ class VulkanBackend(Backend):
         direct: ``None`` places tensors straight into device memory where the host reaches all of it; ``True`` demands
             that; ``False`` forces staging and the transfer queue.
         validation: Load the validation layer; its messages are in ``statistics()["validation_messages"]``.
+        keep_bytes: Most device and staging memory that is kept for the next load when it is closed.
         api: The Vulkan library; tests give a wrapped one.
 
     Raises:
@@ -65,15 +67,16 @@ class VulkanBackend(Backend):
         *,
         direct: bool | None = None,
         validation: bool = False,
+        keep_bytes: int = 0,
         api: Vulkan | None = None,
     ) -> None:
         self._lock = threading.Lock()
         self._chunks = Counter()
         self._mapped = Counter()
         self._staging = Counter()
+        self._kept = Kept(keep_bytes)
         self._allocations = 0
         self._closed = False
-        self._imports_staging = False
         self._compute: Compute | None = None
         self._gather: Gather | None = None
         with ExitStack() as undo:
@@ -98,11 +101,16 @@ class VulkanBackend(Backend):
                     pins_pages=access.pins,
                     map_alignment=record.limits.min_storage_buffer_offset_alignment or 1,
                 )
-                self._imports_staging = HOST_PAGES in record.extensions and self.device.api.takes_host_pages(
+                self._imports: set[int] = set()
+                if HOST_PAGES in record.extensions and self.device.api.takes_host_pages(
                     self.device.physical, usage=USAGE_READBACK
-                )
+                ):
+                    self._imports.add(USAGE_READBACK)
+                if record.kind == "cpu" and self._plan.arena_mapped and access.works:
+                    self._imports.add(USAGE_STORAGE)  # llvmpipe's own memory is touched in small pages, twice as slowly
                 self._read_back = ReadBack(self.device, memory_type=self._plan.staging)
                 undo.callback(self._read_back.close)
+                undo.callback(self._kept.close)
                 self._undo = undo.pop_all()
 
     @property
@@ -113,14 +121,21 @@ class VulkanBackend(Backend):
     @property
     def capabilities(self) -> Capabilities:
         # The device may not be asked any more once it is closed.
-        return self._facts if self._closed else replace(self._facts, budget_bytes=self._free_bytes())
+        return (
+            self._facts
+            if self._closed
+            else replace(self._facts, budget_bytes=self._free_bytes() + self._kept_chunk_bytes())
+        )
 
     def _free_bytes(self) -> int:
-        """Bytes of the arena's heap that can be allocated now."""
+        """Bytes of the arena's heap that can be allocated now; those that are kept cannot."""
         heap = self.device.heaps()[self._plan.arena.heap]
         # Without a budget from the driver all that is known is the size, and what we hold ourselves.
-        held = self._chunks.live_bytes + self._mapped.live_bytes * self._facts.pins_pages
+        held = self._chunks.live_bytes + self._kept_chunk_bytes() + self._mapped.live_bytes * self._facts.pins_pages
         return max(0, heap.size - held) if heap.budget is None else heap.available
+
+    def _kept_chunk_bytes(self) -> int:
+        return self._kept.nbytes(Allocation, HostPages)
 
     def _type_bits(self, usage: int) -> int:
         # The same for all buffers of one usage, so that a small one tells before any is needed.
@@ -142,18 +157,56 @@ class VulkanBackend(Backend):
 
     def allocate(self, nbytes: int) -> Chunk:
         self._check()
+        if nbytes > self._facts.max_chunk_bytes:
+            raise OutOfDeviceMemoryError(
+                f"one allocation of {nbytes:,} bytes is above the device's limit of {self._facts.max_chunk_bytes:,}",
+                backend=BACKEND,
+                needed=nbytes,
+                available=self._facts.max_chunk_bytes,
+                remedy="Use smaller chunks",
+            )
+        self.device.check()
+        memory = (
+            self._kept.take(Allocation, nbytes)
+            or self._kept.take(HostPages, nbytes)
+            or self._kept.with_room(partial(self._new_chunk, nbytes))
+        )
+        return VulkanChunk(memory, nbytes, counter=self._chunks, release=partial(self._keep, memory, nbytes))
+
+    def _new_chunk(self, nbytes: int) -> Allocation | HostPages:
         self._check_budget(nbytes)
-        allocation = Allocation(
+        memory = self._imported(nbytes, usage=USAGE_STORAGE) or Allocation(
             self.device,
             nbytes,
             usage=USAGE_STORAGE,
             memory_type=self._plan.arena,
             mapped=self._plan.arena_mapped,
-            counter=self._chunks,
         )
         with self._lock:
             self._allocations += 1
-        return VulkanChunk(allocation)
+        return memory
+
+    def _imported(self, nbytes: int, *, usage: int) -> HostPages | None:
+        """Memory of our own, in huge pages, that the driver holds in place; ``None`` where it takes none."""
+        if usage not in self._imports or not nbytes:
+            return None
+        pages = anonymous_memory(nbytes, owner=BACKEND)
+        # Workers that touch the same huge page at once would each fill one. Before Linux 5.14 they, or the driver, do.
+        with suppress(OSError):
+            advise(pages, MADV_POPULATE_WRITE)
+        try:
+            return HostPages(self.device, pages, usage=usage)
+        except DeviceLostError:
+            raise
+        except DeviceError:
+            self._imports.discard(usage)
+            return None
+
+    def _keep(self, memory: Allocation | HostPages | StagingMemory, nbytes: int) -> None:
+        """For the next who asks for as much; a device that is lost keeps nothing."""
+        if self.device.lost:
+            self._kept.close()
+        self._kept.put(memory, nbytes, memory.close)
 
     def map_pages(self, pages: Bytes) -> Chunk:
         self._check()
@@ -167,19 +220,11 @@ class VulkanBackend(Backend):
                 remedy="Use upload=auto",
             )
         if facts.pins_pages:
-            self._check_budget(pages.size)
+            self._kept.with_room(partial(self._check_budget, pages.size))
         return ImportedPages(self.device, pages, counter=self._mapped)
 
     def _check_budget(self, nbytes: int) -> None:
         # Some drivers grant more than there is and lose the device at the next submission: ask before allocating.
-        if nbytes > self._facts.max_chunk_bytes:
-            raise OutOfDeviceMemoryError(
-                f"one allocation of {nbytes:,} bytes is above the device's limit of {self._facts.max_chunk_bytes:,}",
-                backend=BACKEND,
-                needed=nbytes,
-                available=self._facts.max_chunk_bytes,
-                remedy="Use smaller chunks",
-            )
         available = self._free_bytes()
         if nbytes > available:
             raise OutOfDeviceMemoryError(
@@ -200,35 +245,25 @@ class VulkanBackend(Backend):
                 available=self._plan.max_staging_bytes,
                 remedy="Lower the staging budget",
             )
-        staging = VulkanStaging(self._staging_memory(nbytes), nbytes)
-        with self._lock:
-            self._allocations += 1
-        return staging
+        self.device.check()
+        memory = self._kept.take(StagingMemory, nbytes) or self._kept.with_room(partial(self._new_staging, nbytes))
+        return VulkanStaging(memory, nbytes, counter=self._staging, release=partial(self._keep, memory, nbytes))
 
-    def _staging_memory(self, nbytes: int) -> HostAllocation | HostPages:
+    def _new_staging(self, nbytes: int) -> StagingMemory:
         """Memory of our own that the driver holds in place, or the driver's.
 
         NVIDIA's (580) takes 0.06 ms a MiB to import huge pages, and 0.3 to allocate as much; filling those for the first
         time costs as much again.
         """
-        if self._imports_staging:
-            pages = anonymous_memory(nbytes, owner=BACKEND)
-            with suppress(OSError):  # before Linux 5.14 the driver does it
-                advise(pages, MADV_POPULATE_WRITE)
-            try:
-                return HostPages(self.device, pages, usage=USAGE_READBACK, counter=self._staging)
-            except DeviceLostError:
-                raise
-            except DeviceError:
-                self._imports_staging = False
-        return HostAllocation(
-            self.device,
-            nbytes,
-            usage=USAGE_READBACK,
-            memory_type=self._plan.staging,
-            page_aligned=True,
-            counter=self._staging,
+        memory = StagingMemory(
+            self._imported(nbytes, usage=USAGE_READBACK)
+            or HostAllocation(
+                self.device, nbytes, usage=USAGE_READBACK, memory_type=self._plan.staging, page_aligned=True
+            )
         )
+        with self._lock:
+            self._allocations += 1
+        return memory
 
     def upload(self, staging: Staging, copies: Sequence[Copy]) -> Ticket:
         self._check()
@@ -244,7 +279,7 @@ class VulkanBackend(Backend):
             if view is None or not self._plan.arena.cached:
                 self._read_back.read(chunk, offset, destination)
                 return
-            chunk.allocation.invalidate(offset, destination.size)
+            chunk.memory.invalidate(offset, destination.size)
         assert view is not None
         np.copyto(destination, view[offset : offset + destination.size])
 
@@ -259,10 +294,14 @@ class VulkanBackend(Backend):
 
     def _host_buffer(self, nbytes: int) -> HostAllocation:
         # For the operands of a product, and the numbers of rows.
-        return HostAllocation(self.device, nbytes, usage=USAGE_STORAGE, memory_type=self._plan.staging)
+        return self._kept.with_room(
+            lambda: HostAllocation(self.device, nbytes, usage=USAGE_STORAGE, memory_type=self._plan.staging)
+        )
 
     def _near_buffer(self, nbytes: int) -> Allocation:
-        return Allocation(self.device, nbytes, usage=USAGE_STORAGE, memory_type=self._plan.arena, mapped=False)
+        return self._kept.with_room(
+            lambda: Allocation(self.device, nbytes, usage=USAGE_STORAGE, memory_type=self._plan.arena, mapped=False)
+        )
 
     def _products(self) -> Compute:
         from ggufstream.backends.vulkan.compute import Compute
@@ -284,8 +323,11 @@ class VulkanBackend(Backend):
                 self._undo.callback(self._gather.close)
             return self._gather
 
+    def free_kept(self) -> bool:
+        return self._kept.free_all()
+
     def statistics(self) -> dict[str, Any]:
-        return memory_statistics(self._chunks, self._staging) | {
+        return memory_statistics(self._chunks, self._staging, self._kept) | {
             "staging_peak_bytes": self._staging.peak_bytes,
             "mapped_bytes": self._mapped.live_bytes,
             "read_back_bytes": self._read_back.nbytes,

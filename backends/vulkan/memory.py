@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from ggufstream.backends.base import Capabilities
-from ggufstream.backends.host_memory import Counter
 from ggufstream.backends.vulkan.api import Buffer
 from ggufstream.backends.vulkan.device import VulkanDevice
 from ggufstream.backends.vulkan.errors import BACKEND
@@ -135,8 +134,7 @@ def _capabilities(record: DeviceRecord, arena: MemoryType, heap: MemoryHeap, *, 
 class Allocation:
     """One buffer with memory of its own, mapped on demand. Made whole or not at all; freed exactly once.
 
-    With ``page_aligned``, ``view`` starts at a page of the host, ``offset`` bytes into the buffer. The bytes count in
-    ``counter`` while they are allocated.
+    With ``page_aligned``, ``view`` starts at a page of the host, ``offset`` bytes into the buffer.
     """
 
     def __init__(
@@ -148,7 +146,6 @@ class Allocation:
         memory_type: MemoryType,
         mapped: bool,
         page_aligned: bool = False,
-        counter: Counter | None = None,
     ) -> None:
         device.check()
         api, owner = device.api, device.handle
@@ -174,9 +171,6 @@ class Allocation:
                 if page_aligned:
                     self.offset = -int(whole.ctypes.data) % mmap.PAGESIZE
                 self._view = whole[self.offset : self.offset + nbytes]
-            if counter is not None:
-                counter.add(nbytes)
-                undo.callback(counter.remove, nbytes)
             # Callbacks run last to first: unmap, free the memory, destroy the buffer.
             self._undo = undo.pop_all()
         self._closed = False
@@ -236,17 +230,8 @@ class HostAllocation(Allocation):
         usage: int,
         memory_type: MemoryType,
         page_aligned: bool = False,
-        counter: Counter | None = None,
     ) -> None:
-        super().__init__(
-            device,
-            nbytes,
-            usage=usage,
-            memory_type=memory_type,
-            mapped=True,
-            page_aligned=page_aligned,
-            counter=counter,
-        )
+        super().__init__(device, nbytes, usage=usage, memory_type=memory_type, mapped=True, page_aligned=page_aligned)
 
     @property
     def view(self) -> Bytes:
@@ -262,7 +247,6 @@ class HostPages:
         device: Uses them.
         pages: Begin at a page; the last one may end before its end. They are kept as long as the buffer.
         usage: Of the buffer.
-        counter: Counts the bytes of the pages while they are imported.
 
     Raises:
         UnsupportedByDeviceError: The driver does not take these.
@@ -272,7 +256,7 @@ class HostPages:
 
     offset: Final = 0
 
-    def __init__(self, device: VulkanDevice, pages: Bytes, *, usage: int, counter: Counter) -> None:
+    def __init__(self, device: VulkanDevice, pages: Bytes, *, usage: int) -> None:
         device.check()
         api, owner, address = device.api, device.handle, int(pages.ctypes.data)
         self.device = device
@@ -298,8 +282,6 @@ class HostPages:
                 raise
             except DeviceError as error:  # "not this handle", in many words
                 raise _refused(error.cause) from None
-            counter.add(self.nbytes)
-            undo.callback(counter.remove, self.nbytes)
             self._undo = undo.pop_all()
         self._pages: Bytes | None = pages
         device.allocations.add(self)
@@ -324,6 +306,9 @@ class HostPages:
         return self._pages
 
     def flush(self, offset: int, nbytes: int) -> None:
+        """Does nothing: the memory is coherent."""
+
+    def invalidate(self, offset: int, nbytes: int) -> None:
         """Does nothing: the memory is coherent."""
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from contextlib import ExitStack, closing
 from typing import Final
 
@@ -49,8 +50,11 @@ class ImportedPages(Chunk):
     """
 
     def __init__(self, device: VulkanDevice, pages: Bytes, *, counter: Counter) -> None:
-        self._memory = HostPages(device, pages, usage=USAGE_STORAGE, counter=counter)
+        self._memory = HostPages(device, pages, usage=USAGE_STORAGE)
         self.nbytes = self._memory.nbytes
+        self._lock = threading.Lock()
+        self._counter: Counter | None = counter
+        counter.add(self.nbytes)
 
     @property
     def handle(self) -> Buffer:
@@ -62,6 +66,10 @@ class ImportedPages(Chunk):
         return self._memory.view
 
     def close(self) -> None:
+        with self._lock:
+            counter, self._counter = self._counter, None
+        if counter is not None:
+            counter.remove(self.nbytes)
         memory = self._memory
         if not memory.closed:
             if memory.device.settle():

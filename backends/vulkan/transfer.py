@@ -10,11 +10,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Final
 
 import numpy as np
 
 from ggufstream.backends.base import Chunk, Copy, Staging, Ticket
+from ggufstream.backends.host_memory import Counter
 from ggufstream.backends.vulkan.api import USAGE_READBACK, Buffer, CommandBuffer, Region
 from ggufstream.backends.vulkan.device import DeviceQueue, VulkanDevice
 from ggufstream.backends.vulkan.memory import Allocation, HostAllocation, HostPages
@@ -22,7 +24,7 @@ from ggufstream.backends.vulkan.records import MemoryType
 from ggufstream.errors import ClosedError, DeviceError, DeviceLostError
 from ggufstream.layouts import Bytes
 
-__all__ = ["ReadBack", "Submission", "VulkanChunk", "VulkanStaging", "VulkanTicket"]
+__all__ = ["ReadBack", "StagingMemory", "Submission", "VulkanChunk", "VulkanStaging", "VulkanTicket"]
 
 _READ_BACK_BYTES: Final = 16 << 20
 
@@ -145,63 +147,127 @@ class VulkanTicket(Ticket):
 
 
 class VulkanChunk(Chunk):
-    """A storage buffer with memory of its own; its handle is the ``VkBuffer``."""
+    """A storage buffer with memory of its own; its handle is the ``VkBuffer``.
 
-    def __init__(self, allocation: Allocation) -> None:
-        self.nbytes = allocation.nbytes
-        self.allocation = allocation
+    Args:
+        memory: Is used by nobody else until the chunk is closed.
+        nbytes: Size.
+        counter: Counts them until the device has let go of them.
+        release: Is called then.
+    """
+
+    def __init__(
+        self, memory: Allocation | HostPages, nbytes: int, *, counter: Counter, release: Callable[[], None]
+    ) -> None:
+        self.nbytes = nbytes
+        self._memory: Allocation | HostPages | None = memory
+        self._counter = counter
+        self._release = release
+        self._lock = threading.Lock()
         self._last: VulkanTicket | None = None
+        counter.add(nbytes)
+
+    @property
+    def memory(self) -> Allocation | HostPages:
+        if self._memory is None:
+            raise ClosedError("Vulkan memory was used after it was freed")
+        return self._memory
 
     @property
     def handle(self) -> Buffer:
-        return self.allocation.buffer
+        return self.memory.buffer
 
     @property
     def view(self) -> Bytes | None:
-        return self.allocation.view
+        return self.memory.view
 
     def flush(self, offset: int, nbytes: int) -> None:
-        self.allocation.flush(offset, nbytes)
+        self.memory.flush(offset, nbytes)
 
     def written_by(self, ticket: VulkanTicket) -> None:
         """Remember the last upload into this chunk: uploads end in order, so it is the one to wait for."""
         self._last = ticket
 
-    def _idle(self) -> bool:
-        return (self._last is None or self._last.idle()) and self.allocation.device.settle()
-
     def close(self) -> None:
-        if self.allocation.closed:
+        with self._lock:
+            memory, self._memory = self._memory, None
+        if memory is None:
+            return
+        if memory.closed:  # with the device
+            self._counter.remove(self.nbytes)
             return
         if self._last is not None:
             # Whoever waits for the upload learns of an error; freeing goes on.
             with suppress(DeviceError):
                 self._last.wait()
-        if self._idle():
-            self.allocation.close()
+        device = memory.device
+
+        def idle() -> bool:
+            return (self._last is None or self._last.idle()) and device.settle()
+
+        def release() -> None:
+            self._counter.remove(self.nbytes)
+            self._release()
+
+        if idle():
+            release()
         else:
-            self.allocation.device.defer(self._idle, self.allocation.close)
+            device.defer(idle, release)
 
 
-class VulkanStaging(Staging):
+class StagingMemory:
     """Mapped host memory that starts at a page, with the commands that copy from it."""
 
-    def __init__(self, allocation: HostAllocation | HostPages, nbytes: int) -> None:
-        self.nbytes = nbytes
+    def __init__(self, allocation: HostAllocation | HostPages) -> None:
         self.allocation = allocation
         try:
-            self._submission = Submission(allocation.device, allocation.device.transfer)
+            self.submission = Submission(allocation.device, allocation.device.transfer)
         except BaseException:
             allocation.close()
             raise
 
+    def close(self, freed: Callable[[], None] = lambda: None) -> None:
+        """Free both as soon as the device uses them no more, then call ``freed``. A second call does nothing."""
+
+        def free() -> None:
+            self.allocation.close()
+            freed()
+
+        self.submission.close(free)
+
+
+class VulkanStaging(Staging):
+    """Staging memory that somebody owns.
+
+    Args:
+        memory: Is used by nobody else until this is closed.
+        nbytes: Size.
+        counter: Counts them until the device has let go of them.
+        release: Is called when this is closed, unless a copy hangs: then the memory is freed after it.
+    """
+
+    def __init__(self, memory: StagingMemory, nbytes: int, *, counter: Counter, release: Callable[[], None]) -> None:
+        self.nbytes = nbytes
+        self._memory: StagingMemory | None = memory
+        self._counter = counter
+        self._release = release
+        self._lock = threading.Lock()
+        counter.add(nbytes)
+
+    @property
+    def memory(self) -> StagingMemory:
+        if self._memory is None:
+            raise ClosedError("Vulkan staging memory was used after it was freed")
+        return self._memory
+
     @property
     def view(self) -> Bytes:
-        return self.allocation.view
+        return self.memory.allocation.view
 
     def upload(self, copies: Sequence[Copy]) -> VulkanTicket:
         """Start copying; regions are grouped by chunk, one copy command each."""
-        source, buffer = self.allocation, self.allocation.buffer
+        memory = self.memory
+        source, buffer = memory.allocation, memory.allocation.buffer
         regions: dict[VulkanChunk, list[Region]] = {}
         for copy in copies:
             chunk = copy.chunk
@@ -220,13 +286,22 @@ class VulkanStaging(Staging):
                 source.device.api.copy(commands, buffer, chunk.handle, group)
             source.device.api.barrier(commands)
 
-        ticket = VulkanTicket(self._submission, self._submission.run(record))
+        ticket = VulkanTicket(memory.submission, memory.submission.run(record))
         for chunk in regions:
             chunk.written_by(ticket)
         return ticket
 
     def close(self) -> None:
-        self._submission.close(self.allocation.close)
+        with self._lock:
+            memory, self._memory = self._memory, None
+        if memory is None:
+            return
+        uncount = partial(self._counter.remove, self.nbytes)
+        if memory.submission.settle():
+            uncount()
+            self._release()
+        else:
+            memory.close(uncount)
 
 
 class ReadBack:
