@@ -14,8 +14,10 @@ Steps = Iterator[dict[str, Any] | None]
 Load = Callable[[dict[str, Any]], Steps]
 
 
-def ours(*, backend: str, interleave: bool = False, upload: str = "auto", **options: Any) -> Load:
-    """``ggufstream.load``. ``interleave``: matrices in the layout x8 on ``cpu``."""
+def ours(*, backend: str, interleave: bool = False, upload: str = "auto", keep_bytes: int = 0, **options: Any) -> Load:
+    """``ggufstream.load``. ``interleave``: matrices in the layout x8 on ``cpu``; ``keep_bytes``: of memory that the backend
+    keeps from one turn to the next.
+    """
     import asyncio
 
     import ggufstream
@@ -24,7 +26,10 @@ def ours(*, backend: str, interleave: bool = False, upload: str = "auto", **opti
     from ggufstream.backends.registry import open_backend
 
     direct = {"auto": None, "direct": True, "staged": False}[upload]
-    opened = CpuBackend(interleave=True) if interleave else open_backend(backend, direct=direct)
+    if interleave:
+        opened: Any = CpuBackend(interleave=True, keep_bytes=keep_bytes)
+    else:
+        opened = open_backend(backend, direct=direct, keep_bytes=keep_bytes)
     runner = asyncio.Runner()
 
     def load(job: dict[str, Any]) -> Steps:
