@@ -23,7 +23,19 @@ from ggufstream.ggml_types import GGMLType
 from ggufstream.layouts import Bytes, Extent, Layout
 from ggufstream.options import Intent
 
-__all__ = ["Backend", "Capabilities", "Chunk", "Copy", "Intent", "Slice", "Staging", "Ticket", "cannot_map"]
+__all__ = [
+    "Backend",
+    "Capabilities",
+    "Chunk",
+    "Copy",
+    "Intent",
+    "Repack",
+    "Slice",
+    "Staging",
+    "Ticket",
+    "cannot_map",
+    "only_copies",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +64,8 @@ class Capabilities:
     """Devices with the same one share their memory and its budget; an empty one is shared with nobody."""
     budget_is_shared: bool = True
     """``budget_bytes`` leaves out what others have allocated in that memory, too."""
+    repacks: bool = False
+    """It writes planes itself: an upload may hold :class:`Repack`."""
     maps_files: bool = False
     """The device can read the pages of a mapped file (``Backend.map_pages``)."""
     maps_files_reason: str = ""
@@ -126,6 +140,28 @@ class Copy(NamedTuple):
     nbytes: int
 
 
+class Repack(NamedTuple):
+    """Another region of an upload: blocks from ``source_offset`` on, of which each field goes to a plane in ``chunk``.
+
+    Planes are written in whole words of 4 bytes, with zeros behind the last byte.
+    """
+
+    source_offset: int
+    chunk: Chunk
+    blocks: int
+    fields: tuple[int, ...]
+    """Bytes of each field of a block, in its order: 1, 2, or a multiple of 4."""
+    offsets: tuple[int, ...]
+    """Where the first block's part of each plane comes to lie in ``chunk``, in bytes: multiples of 4."""
+
+
+def only_copies(regions: Sequence[Copy | Repack]) -> tuple[Copy, ...]:
+    """The regions of an upload, for a device that does not repack."""
+    copies = tuple(region for region in regions if isinstance(region, Copy))
+    assert len(copies) == len(regions), "Capabilities.repacks says that there are copies alone"
+    return copies
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
     """Where rows of a tensor lie: part of one chunk, holding ``extent`` in ``layout``. Offset and size in bytes."""
@@ -191,8 +227,10 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def upload(self, staging: Staging, copies: Sequence[Copy]) -> Ticket:
-        """Start copying. The staging memory belongs to the ticket until it is done."""
+    def upload(self, staging: Staging, regions: Sequence[Copy | Repack]) -> Ticket:
+        """Start copying, and repacking where the device does that. The staging memory belongs to the ticket until it is
+        done.
+        """
 
     @abstractmethod
     def read(self, chunk: Chunk, offset: int, destination: Bytes) -> None:

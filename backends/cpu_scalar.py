@@ -9,7 +9,18 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ggufstream.backends.base import Backend, Capabilities, Chunk, Copy, Intent, Slice, Staging, Ticket
+from ggufstream.backends.base import (
+    Backend,
+    Capabilities,
+    Chunk,
+    Copy,
+    Intent,
+    Repack,
+    Slice,
+    Staging,
+    Ticket,
+    only_copies,
+)
 from ggufstream.backends.gather import gather_on_host
 from ggufstream.backends.host_memory import (
     HOST_CHUNK_BYTES,
@@ -77,8 +88,8 @@ class CpuScalarBackend(Backend):
     def staging(self, nbytes: int) -> Staging:
         return HostStaging(nbytes, owner=self.name, counter=self._staging, kept=self._kept)
 
-    def upload(self, staging: Staging, copies: Sequence[Copy]) -> Ticket:
-        return copy_now(staging, copies)
+    def upload(self, staging: Staging, regions: Sequence[Copy | Repack]) -> Ticket:
+        return copy_now(staging, only_copies(regions))
 
     def read(self, chunk: Chunk, offset: int, destination: Bytes) -> None:
         np.copyto(destination, _memory(chunk)[offset : offset + destination.size])

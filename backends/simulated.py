@@ -20,7 +20,18 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ggufstream.backends.base import Backend, Capabilities, Chunk, Copy, Intent, Slice, Staging, Ticket
+from ggufstream.backends.base import (
+    Backend,
+    Capabilities,
+    Chunk,
+    Copy,
+    Intent,
+    Repack,
+    Slice,
+    Staging,
+    Ticket,
+    only_copies,
+)
 from ggufstream.backends.gather import gather_on_host
 from ggufstream.backends.host_memory import Counter, HostChunk, HostStaging, MappedChunk, memory_statistics
 from ggufstream.backends.products import linear_by_decoding, multiply_with_blas
@@ -215,8 +226,8 @@ class SimulatedBackend(Backend):
             self._check_there()
             return HostStaging(nbytes, owner=self.name, counter=self._staging)
 
-    def upload(self, staging: Staging, copies: Sequence[Copy]) -> Ticket:
-        ticket = _DeferredTicket(self, staging, tuple(copies))
+    def upload(self, staging: Staging, regions: Sequence[Copy | Repack]) -> Ticket:
+        ticket = _DeferredTicket(self, staging, only_copies(regions))
         with self._lock:
             self._check_there()
             self._queue.append(ticket)

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ggufstream.backends.base import Backend, Capabilities, Chunk, Copy, Intent, Slice, Staging, Ticket
+from ggufstream.backends.base import Backend, Capabilities, Chunk, Copy, Intent, Repack, Slice, Staging, Ticket
 from ggufstream.decode import DECODABLE, decode
 from ggufstream.errors import (
     ClosedError,
@@ -421,8 +421,8 @@ class BackendWrapper(Backend):
     def staging(self, nbytes: int) -> Staging:
         return self.inner.staging(nbytes)
 
-    def upload(self, staging: Staging, copies: Sequence[Copy]) -> Ticket:
-        return self.inner.upload(staging, copies)
+    def upload(self, staging: Staging, regions: Sequence[Copy | Repack]) -> Ticket:
+        return self.inner.upload(staging, regions)
 
     def read(self, chunk: Chunk, offset: int, destination: Bytes) -> None:
         self.inner.read(chunk, offset, destination)
@@ -506,9 +506,9 @@ class FaultyBackend(BackendWrapper):
         self.count("staging")
         return super().staging(nbytes)
 
-    def upload(self, staging: Staging, copies: Sequence[Copy]) -> Ticket:
+    def upload(self, staging: Staging, regions: Sequence[Copy | Repack]) -> Ticket:
         self.count("upload")
-        return _FaultyTicket(super().upload(staging, copies), self)
+        return _FaultyTicket(super().upload(staging, regions), self)
 
     def read(self, chunk: Chunk, offset: int, destination: Bytes) -> None:
         self.count("read")
@@ -546,7 +546,7 @@ class SlowBackend(BackendWrapper):
         super().__init__(inner)
         self._poison = poison
         self._changed = threading.Condition()
-        self._waiting: deque[tuple[Staging, tuple[Copy, ...]]] = deque()
+        self._waiting: deque[tuple[Staging, tuple[Copy | Repack, ...]]] = deque()
         self._started = 0
         self._finished = 0
         self._allowed = 0
@@ -561,18 +561,18 @@ class SlowBackend(BackendWrapper):
         """Uploads that are done."""
         return self._finished
 
-    def upload(self, staging: Staging, copies: Sequence[Copy]) -> Ticket:
+    def upload(self, staging: Staging, regions: Sequence[Copy | Repack]) -> Ticket:
         with self._changed:
             self._started += 1
-            self._waiting.append((staging, tuple(copies)))
+            self._waiting.append((staging, tuple(regions)))
             self._work()
             return _SlowTicket(self, self._started)
 
     def _work(self) -> None:
         # In order, and by whoever comes first: there is no thread of its own.
         while self._waiting and self._finished < self._allowed:
-            staging, copies = self._waiting.popleft()
-            self.inner.upload(staging, copies).wait()
+            staging, regions = self._waiting.popleft()
+            self.inner.upload(staging, regions).wait()
             if self._poison:
                 staging.view[:] = 0xA5
             self._finished += 1

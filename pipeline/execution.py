@@ -354,7 +354,7 @@ class Execution:
         return load_plan, available_memory()
 
     def _open_sources(self, index: FileIndex, load_plan: LoadPlan) -> list[Source]:
-        copies_only = all(entry.layout.verbatim for entry in load_plan.entries)
+        copies_only = all(map(load_plan.is_moved, load_plan.ranges))
         mapped = {span.shard for arena in load_plan.arenas.values() for span in arena.spans}
         sources = []
         for i, shard in enumerate(index.shards):

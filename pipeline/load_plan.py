@@ -154,6 +154,15 @@ class LoadPlan:
         arena = self.arenas[part.arena]
         return arena.device is not None and not arena.spans and not self.devices[arena.device].direct
 
+    def is_repacked_there(self, part: Range) -> bool:
+        """Whether the device itself writes the planes of a range, from the file's bytes in staging memory."""
+        device = self.arenas[part.arena].device
+        return part.only_moves and self.is_staged(part) and device is not None and self.devices[device].repacks
+
+    def is_moved(self, part: Range) -> bool:
+        """Whether the processors do nothing with the bytes of a range but move them, as they are in the file."""
+        return part.is_verbatim or self.is_repacked_there(part)
+
     def tensor_at(self, part: Range, offset: int) -> str:
         """Name of the tensor that holds byte ``offset`` of the shard, within a range; for messages."""
         inside = [piece for piece in part.pieces if part.offset + piece.offset <= offset] or list(part.pieces[:1])

@@ -6,6 +6,7 @@ a row is small enough; neighbours in the file that are small are joined.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -60,6 +61,8 @@ class Range:
     pieces: tuple[Piece, ...]
     is_verbatim: bool = False
     """All of it goes in unchanged."""
+    only_moves: bool = False
+    """All of it goes in unchanged, or field by field: see ``Layout.only_moves``."""
 
 
 def cut(slices: Iterable[SliceSource], *, limit: int, max_gap: int) -> tuple[Range, ...]:
@@ -77,7 +80,7 @@ def cut(slices: Iterable[SliceSource], *, limit: int, max_gap: int) -> tuple[Ran
     kinds: dict[tuple[Extent, Layout], _Kind] = {}
     """Slices that are alike are cut alike."""
     shard = start = end = packed = 0
-    arena, is_verbatim = "", True
+    arena, is_verbatim, only_moves = "", True, True
 
     def close() -> None:
         if pieces:
@@ -90,6 +93,7 @@ def cut(slices: Iterable[SliceSource], *, limit: int, max_gap: int) -> tuple[Ran
                     arena=arena,
                     pieces=tuple(pieces),
                     is_verbatim=is_verbatim,
+                    only_moves=only_moves,
                 )
             )
             pieces.clear()
@@ -110,7 +114,8 @@ def cut(slices: Iterable[SliceSource], *, limit: int, max_gap: int) -> tuple[Ran
             count = kind.within(first, limit - max(offset - start, packed)) if joins else 0
             if count == 0:
                 close()
-                shard, arena, start, packed, is_verbatim = source.shard, source.arena, offset, 0, True
+                shard, arena, start, packed = source.shard, source.arena, offset, 0
+                is_verbatim = only_moves = True
                 count = min(kind.blocks - first, kind.most)
             nbytes = count * kind.block_bytes
             runs = kind.runs if count == kind.blocks else source.layout.runs(source.extent, first, count)
@@ -119,6 +124,7 @@ def cut(slices: Iterable[SliceSource], *, limit: int, max_gap: int) -> tuple[Ran
             end = offset
             packed += kind.packed_bytes if count == kind.blocks else sum(run.nbytes for run in runs)
             is_verbatim &= source.layout.verbatim
+            only_moves &= source.layout.only_moves
     close()
     return tuple(ranges)
 
@@ -151,9 +157,10 @@ class _Kind(NamedTuple):
 def _kind(extent: Extent, layout: Layout, limit: int) -> _Kind:
     block_bytes = extent.type.block_bytes
     largest = max(block_bytes, sum(run.nbytes for run in layout.runs(extent, 0, 1)))
-    unit = layout.granule(extent)
-    if extent.row_blocks * largest <= limit:
-        unit = max(unit, extent.row_blocks)
+    unit = math.lcm(layout.granule(extent), layout.word_blocks)
+    rows = math.lcm(unit, extent.row_blocks)
+    if rows * largest <= limit:
+        unit = rows
     runs = layout.runs(extent, 0, extent.blocks)
     most = max(1, limit // (unit * largest)) * unit
     return _Kind(extent.blocks, block_bytes, runs, sum(run.nbytes for run in runs), unit, largest, most)

@@ -1,7 +1,8 @@
 """Stage two: the bytes of a range into their layout at their destination.
 
-The destination is the device's memory itself where it is mapped, else pinned staging memory from which ``upload``
-copies each run. Either way this executes what the plan has worked out: no sizes and no offsets are decided here.
+The destination is the device's memory itself where it is mapped, else pinned staging memory, from which ``upload``
+copies each run. A device that repacks finds the file's bytes there and writes the runs itself. All ways this executes
+what the plan has worked out: no sizes and no offsets are decided here.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from dataclasses import replace
 from itertools import pairwise
 
 from ggufstream.backends.arena import Arena
-from ggufstream.backends.base import Copy, Staging
-from ggufstream.layouts import Bytes, Run
+from ggufstream.backends.base import Copy, Repack, Staging
+from ggufstream.layouts import Bytes, Raw, Run
 from ggufstream.load_plan import LoadPlan
 from ggufstream.ranges import Piece, Range
 
-__all__ = ["destinations", "flush", "joined", "pack", "pieces", "staged_bytes", "staged_copies"]
+__all__ = ["destinations", "flush", "joined", "pack", "pieces", "staged_bytes", "staged_regions"]
 
 
 def joined(part: Range, plan: LoadPlan, arena: Arena) -> Range:
@@ -60,27 +61,55 @@ def flush(part: Range, plan: LoadPlan, arena: Arena) -> None:
             chunk.flush(start + run.offset, run.nbytes)
 
 
-def staged_bytes(part: Range, alignment: int) -> int:
-    """Staging memory that a range takes: its runs one after the other, each at a multiple of ``alignment``."""
+def staged_bytes(part: Range, plan: LoadPlan) -> int:
+    """Staging memory that a range takes: the file's bytes where the device repacks them, else the packed runs one after
+    the other, each aligned as planes are.
+    """
+    if plan.is_repacked_there(part):
+        return part.nbytes
+    alignment = _alignment(part, plan)
     return sum(run.nbytes + -run.nbytes % alignment for piece in part.pieces for run in piece.runs)
 
 
-def staged_copies(
-    part: Range, plan: LoadPlan, arena: Arena, staging: Staging, alignment: int
-) -> tuple[list[list[Bytes]], list[Copy]]:
-    """For each piece, its runs in the staging memory; and the copies that bring them to their place."""
+def staged_regions(
+    part: Range, plan: LoadPlan, arena: Arena, staging: Staging
+) -> tuple[list[list[Bytes]], list[Copy | Repack]]:
+    """For each piece, its runs in the staging memory, or its bytes where the device repacks them; and the regions that
+    bring them to their place.
+    """
+    if plan.is_repacked_there(part):
+        return [[data] for data in pieces(part, staging.view)], [*_moves(part, plan, arena)]
     runs_by_piece = []
-    copies = []
-    position = 0
+    regions: list[Copy | Repack] = []
+    alignment, position = _alignment(part, plan), 0
     for piece in part.pieces:
         chunk, start = arena.place(plan.entries[piece.entry].first_slice + piece.part)
         runs = []
         for run in piece.runs:
             runs.append(staging.view[position : position + run.nbytes])
-            copies.append(Copy(position, chunk, start + run.offset, run.nbytes))
+            regions.append(Copy(position, chunk, start + run.offset, run.nbytes))
             position += run.nbytes + -run.nbytes % alignment
         runs_by_piece.append(runs)
-    return runs_by_piece, copies
+    return runs_by_piece, regions
+
+
+def _moves(part: Range, plan: LoadPlan, arena: Arena) -> Iterator[Copy | Repack]:
+    """What brings each piece from the file's bytes to its place: a copy for one run, else the fields of its blocks."""
+    for piece in part.pieces:
+        entry = plan.entries[piece.entry]
+        chunk, start = arena.place(entry.first_slice + piece.part)
+        offsets = tuple(start + run.offset for run in piece.runs)
+        if len(offsets) == 1:
+            yield Copy(piece.offset, chunk, offsets[0], piece.nbytes)
+        else:
+            fields = tuple(entry.tensor.type.fields.values())
+            yield Repack(piece.offset, chunk, piece.nbytes // sum(fields), fields, offsets)
+
+
+def _alignment(part: Range, plan: LoadPlan) -> int:
+    device = plan.arenas[part.arena].device
+    assert device is not None
+    return plan.devices[device].plane_alignment
 
 
 def pieces(part: Range, source: Bytes) -> Iterator[Bytes]:
@@ -89,8 +118,9 @@ def pieces(part: Range, source: Bytes) -> Iterator[Bytes]:
 
 
 def pack(part: Range, plan: LoadPlan, source: Bytes, runs_by_piece: Sequence[Sequence[Bytes]]) -> None:
-    """Write the bytes of a range into its pieces' runs."""
+    """Write the bytes of a range into its pieces' runs; where the device repacks them, as they are."""
+    unchanged = Raw() if plan.is_repacked_there(part) else None
     for piece, data, runs in zip(part.pieces, pieces(part, source), runs_by_piece, strict=True):
         entry = plan.entries[piece.entry]
         extent = entry.slices[piece.part].extent
-        entry.layout.pack(extent, data, runs)
+        (unchanged or entry.layout).pack(extent, data, runs)

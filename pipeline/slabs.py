@@ -92,8 +92,8 @@ class Slabs:
         self._in_place = in_place
         self._hop = hop
         self._largest = max((part.nbytes for part in plan.ranges), default=0)
-        self._repacking = {part.arena for part in plan.ranges if not part.is_verbatim}
-        """Arenas of which some range does not go in unchanged."""
+        self._repacking = {part.arena for part in plan.ranges if not plan.is_moved(part)}
+        """Arenas of which the processors repack some range."""
         scratch_memory = MemoryCounter()
         self.scratch = SlabPool(
             lambda nbytes: HostStaging(nbytes, owner="scratch", counter=scratch_memory),
@@ -195,10 +195,9 @@ class Slabs:
 
 def _largest_staged(plan: LoadPlan, device: int) -> int:
     """Staging memory that the largest range for a device takes; 0 where none is staged."""
-    alignment = plan.devices[device].plane_alignment
     return max(
         (
-            staged_bytes(part, alignment)
+            staged_bytes(part, plan)
             for part in plan.ranges
             if plan.arenas[part.arena].device == device and plan.is_staged(part)
         ),

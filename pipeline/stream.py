@@ -44,7 +44,7 @@ from ggufstream.probe import LoopProbe
 from ggufstream.ranges import Range
 from ggufstream.read import Source
 from ggufstream.release import Releaser
-from ggufstream.repack import destinations, flush, joined, pack, pieces, staged_copies
+from ggufstream.repack import destinations, flush, joined, pack, pieces, staged_regions
 from ggufstream.slabs import Slabs
 from ggufstream.threads import Lane, Mailbox, clean_up_in_thread, in_thread, uninterrupted
 from ggufstream.upload import Upload, Uploads
@@ -231,7 +231,9 @@ class Stream:
         facts = None if device is None else self._plan.devices[device]
         readable = facts is None or not facts.direct or facts.memory == "host"
         return (
-            part.is_verbatim and self._sources[part.shard].reads_in_place and (readable or not self._checks.of_tensors)
+            self._plan.is_moved(part)
+            and self._sources[part.shard].reads_in_place
+            and (readable or not self._checks.of_tensors)
         )
 
     async def _grow(self, runs: MemoryObjectSendStream[Sequence[Range]]) -> None:
@@ -320,17 +322,15 @@ class Stream:
                 self._fill(part, destinations(part, self._plan, arena))
                 flush(part, self._plan, arena)
                 return
-            pool, device = self._slabs.staging(part), arena_plan.device
-            assert device is not None
+            pool = self._slabs.staging(part)
             staging = pool.take()
             try:
-                alignment = self._plan.devices[device].plane_alignment
-                runs, copies = staged_copies(part, self._plan, arena, staging, alignment)
+                runs, regions = staged_regions(part, self._plan, arena, staging)
                 self._fill(part, runs)
             except BaseException:
                 pool.give(staging)
                 raise
-            self._uploads.add(Upload(part=part, pool=pool, staging=staging, copies=copies))
+            self._uploads.add(Upload(part=part, pool=pool, staging=staging, regions=regions))
         except MemoryError as error:
             if isinstance(error, GGUFStreamError):
                 raise

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
-from ggufstream.backends.base import Backend, Copy, Staging, Ticket
+from ggufstream.backends.base import Backend, Copy, Repack, Staging, Ticket
 from ggufstream.errors import DeviceError
 from ggufstream.ranges import Range
 from ggufstream.slabs import SlabPool
@@ -27,7 +27,7 @@ class Upload:
     pool: SlabPool
     """Where the staging memory goes back to."""
     staging: Staging
-    copies: Sequence[Copy]
+    regions: Sequence[Copy | Repack]
     started: float = 0.0
     """On ``time.perf_counter``."""
     ticket: Ticket | None = None
@@ -53,7 +53,7 @@ class Uploads:
         """Start the upload of a range. One thread: others would only queue for the device, lock in hand."""
         upload = self._under_way[part.index]
         upload.started = time.perf_counter()
-        upload.ticket = backend.upload(upload.staging, upload.copies)
+        upload.ticket = backend.upload(upload.staging, upload.regions)
 
     def settle(self, part: Range) -> float:
         """Block until the device has finished a range, and take its staging memory back.

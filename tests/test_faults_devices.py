@@ -164,10 +164,10 @@ def kept_by(error: BaseException) -> list[Any]:
 
 def forget_caches(backend: VulkanBackend) -> None:
     """Free what a backend keeps from one use to the next, so that the next use makes every call anew."""
-    for cache in (backend._compute, backend._gather):
+    for cache in (backend._compute, backend._gather, backend._kernel):
         if cache is not None:
             cache.close()
-    backend._compute = backend._gather = None
+    backend._compute = backend._gather = backend._kernel = None
     backend._read_back.close()
 
 
@@ -272,6 +272,7 @@ async def test_every_call_of_a_load(life: Life, record_fault: RecordFault, uploa
     async with ggufstream.Loader() as loader:
         api.called.clear()
         await (await life.load(loader, backend, **UPLOADS[upload])).aclose()
+        forget_caches(backend)
         for function, nth, code in injections(fallible(api.called)):
             before = api.left
             MEMORY.clear()
@@ -300,7 +301,7 @@ async def test_every_call_of_a_load(life: Life, record_fault: RecordFault, uploa
             async with model:
                 api.heal()
                 await life.read(model)
-            backend._read_back.close()
+            forget_caches(backend)
             nothing_is_held(backend)
             assert api.left == before, (function, nth, code)
     backend.close()
@@ -315,6 +316,7 @@ async def test_every_call_of_a_model_in_use(life: Life, record_fault: RecordFaul
     backend = open_for(upload, api)
     async with ggufstream.Loader() as loader:
         model = await life.load(loader, backend, **UPLOADS[upload])
+        forget_caches(backend)
         before, held = api.left, backend.statistics()["live_bytes"]
         api.called.clear()
         await life.use(model)
@@ -337,6 +339,7 @@ async def test_every_call_of_a_model_in_use(life: Life, record_fault: RecordFaul
                     assert api.left == {}
                     backend = open_for(upload, api)
                     model = await life.load(loader, backend, **UPLOADS[upload])
+                    forget_caches(backend)
                     before = api.left
             else:
                 assert function in IMPORTS, f"{function} {nth} {code} went unnoticed"
@@ -489,7 +492,7 @@ async def test_a_budget_that_is_not_kept(life: Life, record_fault: RecordFault, 
                     api.limit = 1 << 40
                     async with model:
                         await life.read(model)
-                backend._read_back.close()
+                forget_caches(backend)
                 nothing_is_held(backend)
                 assert api.left == before
             api.limit = 1 << 40

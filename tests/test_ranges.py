@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
@@ -74,6 +75,11 @@ def sources(draw: st.DrawFn) -> list[SliceSource]:
     return draw(st.permutations(result)) if moved else result
 
 
+def unit_of(made: SliceSource) -> int:
+    """Blocks that no cut may part."""
+    return math.lcm(made.layout.granule(made.extent), made.layout.word_blocks)
+
+
 def check(given_: Sequence[SliceSource], ranges: Sequence[Range], *, limit: int, max_gap: int) -> None:
     by_entry = {made.entry: made for made in given_}
     stretches: dict[int, list[tuple[int, int]]] = defaultdict(list)
@@ -101,20 +107,19 @@ def check(given_: Sequence[SliceSource], ranges: Sequence[Range], *, limit: int,
         if max(part.nbytes, sum(run.nbytes for piece in part.pieces for run in piece.runs)) > limit:
             made = by_entry[part.pieces[0].entry]
             assert len(part.pieces) == 1
-            block_bytes = made.extent.type.block_bytes
-            assert part.nbytes <= max(made.layout.granule(made.extent), 1) * block_bytes
+            assert part.nbytes <= unit_of(made) * made.extent.type.block_bytes
     assert order == [made.entry for made in given_ for _ in stretches[made.entry]], "not in load order"
     for made in given_:
         found = stretches[made.entry]
         assert found[0][0] == 0
         assert found[-1][1] == made.extent.file_bytes
         assert all(one[1] == two[0] for one, two in pairwise(found))
-        block_bytes, unit = made.extent.type.block_bytes, made.layout.granule(made.extent)
+        block_bytes, unit = made.extent.type.block_bytes, unit_of(made)
         assert all(first % (unit * block_bytes) == 0 for first, _ in found)
-        row_bytes = made.extent.row_blocks * block_bytes
-        packed = sum(run.nbytes for run in made.layout.runs(made.extent, 0, made.extent.row_blocks))
-        if max(row_bytes, packed) <= limit:
-            assert all(first % row_bytes == 0 for first, _ in found), "a row that is small enough is cut"
+        rows = math.lcm(unit, made.extent.row_blocks)
+        packed = sum(run.nbytes for run in made.layout.runs(made.extent, 0, rows))
+        if max(rows * block_bytes, packed) <= limit:
+            assert all(first % (rows * block_bytes) == 0 for first, _ in found), "a row that is small enough is cut"
         for (first, last), piece_runs in zip(found, runs[made.entry], strict=True):
             count = (last - first) // block_bytes
             assert piece_runs == made.layout.runs(made.extent, first // block_bytes, count)
@@ -167,6 +172,14 @@ def test_a_row_larger_than_the_limit_is_cut_at_blocks() -> None:
 def test_a_block_larger_than_the_limit_is_not_cut() -> None:
     parts = cut([source(0, type_name="Q6_K", rows=2, row_blocks=2)], limit=100, max_gap=0)
     assert [part.nbytes for part in parts] == [210] * 4
+
+
+def test_planes_are_cut_at_whole_words() -> None:
+    """Rows of three blocks of 34 bytes are cut where planes have whole words, too; within a row where four do not fit."""
+    made = source(0, type_name="Q8_0", rows=9, row_blocks=3, layout=Planar())
+    assert [part.nbytes // 34 for part in cut([made], limit=34 * 26, max_gap=0)] == [24, 3]
+    assert [part.nbytes // 34 for part in cut([made], limit=34 * 10, max_gap=0)] == [8, 8, 8, 3]
+    assert [part.nbytes // 34 for part in cut([made], limit=34 * 3, max_gap=0)] == [4] * 6 + [3]
 
 
 def test_a_granule_larger_than_the_limit_is_not_cut() -> None:

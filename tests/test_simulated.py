@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ggufstream.backends.arena import Arena, ChunkArena
-from ggufstream.backends.base import Backend, Chunk, Copy, Intent, Slice, Staging, Ticket
+from ggufstream.backends.base import Backend, Chunk, Copy, Intent, Slice, Staging, Ticket, only_copies
 from ggufstream.backends.host_memory import Counter, DoneTicket, HostChunk, HostStaging, anonymous_memory, copy_now
 from ggufstream.backends.simulated import PROFILES, SimulatedBackend
 from ggufstream.backends.testing import BackendConformance, FaultyBackend, random_bytes
@@ -32,7 +32,7 @@ from ggufstream.load_plan import DEVICE, LoadPlan
 from ggufstream.loader import load
 from ggufstream.pages import PAGE
 from ggufstream.ranges import Range
-from ggufstream.repack import destinations, flush, pack, staged_bytes, staged_copies
+from ggufstream.repack import destinations, flush, pack, staged_bytes, staged_regions
 from ggufstream.slabs import SlabPool
 from ggufstream.upload import Upload, Uploads
 from ggufstream.verification import verify
@@ -393,7 +393,7 @@ def test_every_byte_arrives(
         stack.callback(arena.close)
         arena.grow_to(len(load_plan.arenas[DEVICE].slice_bytes) - 1)
         assert arena.used_bytes == arena.planned_bytes
-        pool = SlabPool(backend.staging, max(staged_bytes(part, plane_alignment) for part in load_plan.ranges))
+        pool = SlabPool(backend.staging, max(staged_bytes(part, load_plan) for part in load_plan.ranges))
         stack.callback(pool.close)
         uploads = Uploads()
         stack.callback(uploads.drain)
@@ -423,13 +423,14 @@ def send(
 ) -> None:
     alignment = backend.capabilities.plane_alignment
     staging = pool.take()
-    runs, copies = staged_copies(part, load_plan, arena, staging, alignment)
+    runs, regions = staged_regions(part, load_plan, arena, staging)
+    copies = only_copies(regions)
     assert all(copy.source_offset % alignment == 0 for copy in copies)
     ends = [copy.source_offset + copy.nbytes for copy in copies]
     assert all(copy.source_offset >= end for copy, end in zip(copies[1:], ends, strict=False))
-    assert max(ends) <= staged_bytes(part, alignment) <= staging.nbytes
+    assert max(ends) <= staged_bytes(part, load_plan) <= staging.nbytes
     pack(part, load_plan, source, runs)
-    uploads.add(Upload(pool=pool, part=part, staging=staging, copies=copies))
+    uploads.add(Upload(pool=pool, part=part, staging=staging, regions=regions))
     uploads.submit(part, backend)
 
 
@@ -466,7 +467,7 @@ def flying(pool: SlabPool, tickets: Sequence[Ticket]) -> Uploads:
     uploads = Uploads()
     for number, ticket in enumerate(tickets):
         part = part_number(number)
-        uploads.add(Upload(pool=pool, part=part, staging=pool.take(), copies=(), ticket=ticket))
+        uploads.add(Upload(pool=pool, part=part, staging=pool.take(), regions=(), ticket=ticket))
     return uploads
 
 

@@ -76,6 +76,11 @@ USAGE_READBACK: Final = 0x1 | 0x2
 USAGE_STORAGE: Final = 0x20 | USAGE_READBACK
 """The same, and bound to shaders."""
 
+_BIND_COMPUTE: Final = 1
+"""``VK_PIPELINE_BIND_POINT_COMPUTE``"""
+_STAGE_COMPUTE: Final = 0x20
+"""``VK_SHADER_STAGE_COMPUTE_BIT``"""
+
 _STAGE_ALL: Final = 0x10000
 _STAGE_HOST: Final = 0x4000
 _ACCESS_READ: Final = 0x8000
@@ -94,6 +99,11 @@ _QUICK: Final = frozenset(
         "vkBeginCommandBuffer",
         "vkCmdCopyBuffer",
         "vkCmdPipelineBarrier",
+        "vkUpdateDescriptorSets",
+        "vkCmdBindPipeline",
+        "vkCmdBindDescriptorSets",
+        "vkCmdPushConstants",
+        "vkCmdDispatch",
         "vkEndCommandBuffer",
         "vkResetFences",
         "vkGetFenceStatus",
@@ -674,23 +684,18 @@ class Vulkan:
             write.descriptorCount = 1
             write.descriptorType = self._vk.VK_DESCRIPTOR_TYPE_STORAGE_BUFFER
             write.pBufferInfo = infos + index
-        owner = self._cast("VkDevice", device)
-        self.call("vkUpdateDescriptorSets", owner, len(bindings), writes, 0, self._ffi.NULL)
+        self.call("vkUpdateDescriptorSets", device, len(bindings), self._int(writes), 0, 0)
 
     def bind(
         self, commands: CommandBuffer, pipeline: Pipeline, layout: PipelineLayout, descriptors: DescriptorSet
     ) -> None:
-        target = self._cast("VkCommandBuffer", commands)
-        point = self._vk.VK_PIPELINE_BIND_POINT_COMPUTE
-        self.call("vkCmdBindPipeline", target, point, self._cast("VkPipeline", pipeline))
-        sets = self._array("VkDescriptorSet", [self._cast("VkDescriptorSet", descriptors)])
-        into = self._cast("VkPipelineLayout", layout)
-        self.call("vkCmdBindDescriptorSets", target, point, into, 0, 1, sets, 0, self._ffi.NULL)
+        self.call("vkCmdBindPipeline", commands, _BIND_COMPUTE, pipeline)
+        sets = array("Q", [descriptors])
+        self.call("vkCmdBindDescriptorSets", commands, _BIND_COMPUTE, layout, 0, 1, sets.buffer_info()[0], 0, 0)
 
     def push_constants(self, commands: CommandBuffer, layout: PipelineLayout, data: bytes) -> None:
-        target = self._cast("VkCommandBuffer", commands), self._cast("VkPipelineLayout", layout)
-        stage = self._vk.VK_SHADER_STAGE_COMPUTE_BIT
-        self.call("vkCmdPushConstants", *target, stage, 0, len(data), self._ffi.from_buffer(data))
+        address = self._int(self._ffi.from_buffer(data))
+        self.call("vkCmdPushConstants", commands, layout, _STAGE_COMPUTE, 0, len(data), address)
 
     def dispatch(self, commands: CommandBuffer, x: int, y: int = 1, z: int = 1) -> None:
-        self.call("vkCmdDispatch", self._cast("VkCommandBuffer", commands), x, y, z)
+        self.call("vkCmdDispatch", commands, x, y, z)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ggufstream.backends.base import Backend, Capabilities, Chunk, Copy, Intent, Slice, Staging, Ticket
+from ggufstream.backends.base import Backend, Capabilities, Chunk, Copy, Intent, Repack, Slice, Staging, Ticket
 from ggufstream.backends.host_memory import Counter, anonymous_memory, memory_statistics
 from ggufstream.backends.kept import Kept
-from ggufstream.backends.vulkan.api import USAGE_READBACK, USAGE_STORAGE, Vulkan
+from ggufstream.backends.vulkan.api import USAGE_STORAGE, Vulkan
 from ggufstream.backends.vulkan.device import HOST_PAGES, VulkanDevice, VulkanInstance, choose_device
 from ggufstream.backends.vulkan.errors import BACKEND
 from ggufstream.backends.vulkan.memory import Allocation, HostAllocation, HostPages, MemoryPlan, plan_memory
@@ -38,6 +38,7 @@ from ggufstream.pages import MADV_POPULATE_WRITE, advise
 if TYPE_CHECKING:  # imported on first use: shaders are of no use to most commands
     from ggufstream.backends.vulkan.compute import Compute
     from ggufstream.backends.vulkan.gather import Gather
+    from ggufstream.backends.vulkan.repack import RepackKernel
 
 __all__ = ["VulkanBackend"]
 
@@ -79,6 +80,7 @@ class VulkanBackend(Backend):
         self._closed = False
         self._compute: Compute | None = None
         self._gather: Gather | None = None
+        self._kernel: RepackKernel | None = None
         with ExitStack() as undo:
             instance = VulkanInstance(api or Vulkan(), validation=validation)
             undo.callback(instance.close)
@@ -88,10 +90,8 @@ class VulkanBackend(Backend):
                 self.device = VulkanDevice(instance, devices[record.index][0], record)
                 """The logical device, its queues and their locks: what products are built on."""
                 undo.callback(self.device.close)
-                arena_bits, staging_bits = (self._type_bits(usage) for usage in (USAGE_STORAGE, USAGE_READBACK))
-                self._plan: MemoryPlan = plan_memory(
-                    record, direct=direct, arena_bits=arena_bits, staging_bits=staging_bits
-                )
+                bits = self._type_bits(USAGE_STORAGE)
+                self._plan: MemoryPlan = plan_memory(record, direct=direct, arena_bits=bits, staging_bits=bits)
                 access = try_pages(self.device, self._plan)
                 self.device.record = replace(record, page_access=access)
                 self._facts = replace(
@@ -101,13 +101,14 @@ class VulkanBackend(Backend):
                     pins_pages=access.pins,
                     map_alignment=record.limits.min_storage_buffer_offset_alignment or 1,
                 )
-                self._imports: set[int] = set()
+                self._imports: set[str] = set()
+                """What is memory of our own that the driver imports."""
                 if HOST_PAGES in record.extensions and self.device.api.takes_host_pages(
-                    self.device.physical, usage=USAGE_READBACK
+                    self.device.physical, usage=USAGE_STORAGE
                 ):
-                    self._imports.add(USAGE_READBACK)
+                    self._imports.add("staging")
                 if record.kind == "cpu" and self._plan.arena_mapped and access.works:
-                    self._imports.add(USAGE_STORAGE)  # llvmpipe's own memory is touched in small pages, twice as slowly
+                    self._imports.add("chunk")  # llvmpipe's own memory is touched in small pages, twice as slowly
                 self._read_back = ReadBack(self.device, memory_type=self._plan.staging)
                 undo.callback(self._read_back.close)
                 undo.callback(self._kept.close)
@@ -175,7 +176,7 @@ class VulkanBackend(Backend):
 
     def _new_chunk(self, nbytes: int) -> Allocation | HostPages:
         self._check_budget(nbytes)
-        memory = self._imported(nbytes, usage=USAGE_STORAGE) or Allocation(
+        memory = self._imported(nbytes, what="chunk") or Allocation(
             self.device,
             nbytes,
             usage=USAGE_STORAGE,
@@ -186,20 +187,20 @@ class VulkanBackend(Backend):
             self._allocations += 1
         return memory
 
-    def _imported(self, nbytes: int, *, usage: int) -> HostPages | None:
+    def _imported(self, nbytes: int, *, what: str) -> HostPages | None:
         """Memory of our own, in huge pages, that the driver holds in place; ``None`` where it takes none."""
-        if usage not in self._imports or not nbytes:
+        if what not in self._imports or not nbytes:
             return None
         pages = anonymous_memory(nbytes, owner=BACKEND)
         # Workers that touch the same huge page at once would each fill one. Before Linux 5.14 they, or the driver, do.
         with suppress(OSError):
             advise(pages, MADV_POPULATE_WRITE)
         try:
-            return HostPages(self.device, pages, usage=usage)
+            return HostPages(self.device, pages, usage=USAGE_STORAGE)
         except DeviceLostError:
             raise
         except DeviceError:
-            self._imports.discard(usage)
+            self._imports.discard(what)
             return None
 
     def _keep(self, memory: Allocation | HostPages | StagingMemory, nbytes: int) -> None:
@@ -249,26 +250,37 @@ class VulkanBackend(Backend):
         memory = self._kept.take(StagingMemory, nbytes) or self._kept.with_room(partial(self._new_staging, nbytes))
         return VulkanStaging(memory, nbytes, counter=self._staging, release=partial(self._keep, memory, nbytes))
 
+    def _repack_kernel(self) -> RepackKernel:
+        from ggufstream.backends.vulkan.repack import RepackKernel
+
+        with self._lock:
+            if self._kernel is None:
+                self._kernel = RepackKernel(self.device)
+            return self._kernel
+
     def _new_staging(self, nbytes: int) -> StagingMemory:
         """Memory of our own that the driver holds in place, or the driver's.
 
         NVIDIA's (580) takes 0.06 ms a MiB to import huge pages, and 0.3 to allocate as much; filling those for the first
         time costs as much again.
         """
-        memory = StagingMemory(
-            self._imported(nbytes, usage=USAGE_READBACK)
-            or HostAllocation(
-                self.device, nbytes, usage=USAGE_READBACK, memory_type=self._plan.staging, page_aligned=True
-            )
+        allocation = self._imported(nbytes, what="staging") or HostAllocation(
+            self.device, nbytes, usage=USAGE_STORAGE, memory_type=self._plan.staging, page_aligned=True
         )
+        if self._facts.repacks:
+            from ggufstream.backends.vulkan.repack import RepackingMemory
+
+            memory: StagingMemory = RepackingMemory(allocation, kernel=self._repack_kernel)
+        else:
+            memory = StagingMemory(allocation, self.device.transfer)
         with self._lock:
             self._allocations += 1
         return memory
 
-    def upload(self, staging: Staging, copies: Sequence[Copy]) -> Ticket:
+    def upload(self, staging: Staging, regions: Sequence[Copy | Repack]) -> Ticket:
         self._check()
         assert isinstance(staging, VulkanStaging)
-        return staging.upload(copies)
+        return staging.upload(regions)
 
     def read(self, chunk: Chunk, offset: int, destination: Bytes) -> None:
         self._check()

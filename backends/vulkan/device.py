@@ -207,6 +207,8 @@ class VulkanDevice:
         """What is open on this device: each adds itself, and goes when it is closed."""
         self.unsettled: set[_Submission] = set()
         """Submissions that somebody has waited for in vain: whatever memory they use is still in use."""
+        self.shared = ExitStack()
+        """What many submissions use: it goes after all of them, just before the device."""
         self._deferred: list[tuple[Callable[[], bool], Callable[[], None]]] = []
         # A device that offers VK_KHR_portability_subset demands that it is enabled.
         wanted = ("VK_KHR_portability_subset", "VK_EXT_memory_budget", HOST_PAGES)
@@ -315,6 +317,7 @@ class VulkanDevice:
                 f"vulkan: {stuck} copies hang on the device; their memory is not freed", ResourceWarning, stacklevel=2
             )
             return
+        self.shared.close()
         left = list(self.allocations)
         for allocation in left:
             allocation.close()

@@ -15,16 +15,16 @@ from typing import Final
 
 import numpy as np
 
-from ggufstream.backends.base import Chunk, Copy, Staging, Ticket
+from ggufstream.backends.base import Chunk, Copy, Repack, Staging, Ticket
 from ggufstream.backends.host_memory import Counter
 from ggufstream.backends.vulkan.api import USAGE_READBACK, Buffer, CommandBuffer, Region
 from ggufstream.backends.vulkan.device import DeviceQueue, VulkanDevice
 from ggufstream.backends.vulkan.memory import Allocation, HostAllocation, HostPages
 from ggufstream.backends.vulkan.records import MemoryType
 from ggufstream.errors import ClosedError, DeviceError, DeviceLostError
-from ggufstream.layouts import Bytes
+from ggufstream.layouts import Bytes, Run
 
-__all__ = ["ReadBack", "StagingMemory", "Submission", "VulkanChunk", "VulkanStaging", "VulkanTicket"]
+__all__ = ["ReadBack", "StagingMemory", "Submission", "VulkanChunk", "VulkanStaging", "VulkanTicket", "written"]
 
 _READ_BACK_BYTES: Final = 16 << 20
 
@@ -216,24 +216,31 @@ class VulkanChunk(Chunk):
 
 
 class StagingMemory:
-    """Mapped host memory that starts at a page, with the commands that copy from it."""
+    """Mapped host memory that starts at a page, with the commands that copy from it on one queue."""
 
-    def __init__(self, allocation: HostAllocation | HostPages) -> None:
+    def __init__(self, allocation: HostAllocation | HostPages, queue: DeviceQueue) -> None:
         self.allocation = allocation
         try:
-            self.submission = Submission(allocation.device, allocation.device.transfer)
+            self.submission = Submission(allocation.device, queue)
         except BaseException:
             allocation.close()
             raise
 
+    def repack(self, commands: CommandBuffer, repacks: Sequence[Repack]) -> None:
+        """Record what writes the planes of blocks that lie here."""
+        raise AssertionError("Capabilities.repacks says that there are copies alone")
+
     def close(self, freed: Callable[[], None] = lambda: None) -> None:
-        """Free both as soon as the device uses them no more, then call ``freed``. A second call does nothing."""
+        """Free all of it as soon as the device uses it no more, then call ``freed``. A second call does nothing."""
 
         def free() -> None:
-            self.allocation.close()
+            self._free()
             freed()
 
         self.submission.close(free)
+
+    def _free(self) -> None:
+        self.allocation.close()
 
 
 class VulkanStaging(Staging):
@@ -264,30 +271,40 @@ class VulkanStaging(Staging):
     def view(self) -> Bytes:
         return self.memory.allocation.view
 
-    def upload(self, copies: Sequence[Copy]) -> VulkanTicket:
-        """Start copying; regions are grouped by chunk, one copy command each."""
+    def upload(self, regions: Sequence[Copy | Repack]) -> VulkanTicket:
+        """Start copying and repacking; copies are grouped by chunk, one copy command each."""
         memory = self.memory
         source, buffer = memory.allocation, memory.allocation.buffer
-        regions: dict[VulkanChunk, list[Region]] = {}
-        for copy in copies:
-            chunk = copy.chunk
+        copies: dict[VulkanChunk, list[Region]] = {}
+        repacks: list[Repack] = []
+        for region in regions:
+            chunk = region.chunk
             assert isinstance(chunk, VulkanChunk)
-            # A copy outside of either buffer would corrupt other memory, or hang the device.
-            inside = 0 <= copy.source_offset <= self.nbytes - copy.nbytes and copy.offset >= 0
-            if not inside or copy.nbytes < 0 or copy.offset + copy.nbytes > chunk.nbytes:
-                raise ValueError(f"copy outside of its memory: {copy}, staging of {self.nbytes:,} bytes")
-            if copy.nbytes:
-                source.flush(copy.source_offset, copy.nbytes)
-                region = Region(source.offset + copy.source_offset, copy.offset, copy.nbytes)
-                regions.setdefault(chunk, []).append(region)
+            runs = written(region)
+            nbytes = region.nbytes if isinstance(region, Copy) else region.blocks * sum(region.fields)
+            # A region outside of either buffer would corrupt other memory, or hang the device.
+            inside = 0 <= region.source_offset <= self.nbytes - nbytes and nbytes >= 0
+            if not inside or any(offset < 0 or offset + size > chunk.nbytes for offset, size in runs):
+                raise ValueError(f"{region} is outside of its memory, staging of {self.nbytes:,} bytes")
+            if nbytes == 0:
+                continue
+            source.flush(region.source_offset, nbytes)
+            group = copies.setdefault(chunk, [])
+            if isinstance(region, Copy):
+                group.append(Region(source.offset + region.source_offset, region.offset, nbytes))
+            else:
+                repacks.append(region)
 
         def record(commands: CommandBuffer) -> None:
-            for chunk, group in regions.items():
-                source.device.api.copy(commands, buffer, chunk.handle, group)
+            for chunk, group in copies.items():
+                if group:
+                    source.device.api.copy(commands, buffer, chunk.handle, group)
+            if repacks:
+                memory.repack(commands, repacks)
             source.device.api.barrier(commands)
 
         ticket = VulkanTicket(memory.submission, memory.submission.run(record))
-        for chunk in regions:
+        for chunk in copies:
             chunk.written_by(ticket)
         return ticket
 
@@ -302,6 +319,14 @@ class VulkanStaging(Staging):
             self._release()
         else:
             memory.close(uncount)
+
+
+def written(region: Copy | Repack) -> list[Run]:
+    """What a region writes of its chunk."""
+    if isinstance(region, Copy):
+        return [Run(region.offset, region.nbytes)]
+    sizes = [region.blocks * field for field in region.fields]
+    return [Run(offset, size + -size % 4) for offset, size in zip(region.offsets, sizes, strict=True)]
 
 
 class ReadBack:

@@ -64,6 +64,11 @@ class Layout(ABC):
     name: ClassVar[str]
     verbatim: ClassVar[bool] = False
     """Packed bytes are the file's bytes, in one run: they can be read straight into place."""
+    only_moves: ClassVar[bool] = False
+    """Packing moves the fields of blocks, each to a run of its own or all to one, and changes none: a device may do it."""
+    word_blocks: ClassVar[int] = 1
+    """So many blocks take whole words of 4 bytes in every run. Stretches that are written at once begin at a multiple: a
+    device writes no less than a word."""
 
     @abstractmethod
     def accepts(self, ggml_type: GGMLType) -> bool:

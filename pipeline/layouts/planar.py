@@ -26,6 +26,8 @@ class Planar(Layout):
     """Structure of arrays: each block field in a plane of its own, planes aligned to ``alignment`` bytes."""
 
     name: ClassVar[str] = "planar"
+    only_moves: ClassVar[bool] = True
+    word_blocks: ClassVar[int] = 4
 
     def __init__(self, *, alignment: int = 16) -> None:
         self.alignment = alignment

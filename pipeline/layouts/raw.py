@@ -18,6 +18,7 @@ class Raw(Layout):
 
     name: ClassVar[str] = "raw"
     verbatim: ClassVar[bool] = True
+    only_moves: ClassVar[bool] = True
 
     def accepts(self, ggml_type: GGMLType) -> bool:
         return True

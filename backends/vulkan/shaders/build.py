@@ -13,11 +13,14 @@ FOLDER = Path(__file__).resolve().parent
 
 
 def compile_shader(source: Path, folder: Path) -> None:
-    """Compile one ``.comp`` file twice: ``NAME.spv`` multiplies, and ``NAME.gather.spv`` gives rows.
+    """Compile one ``.comp`` file; one that decodes a weight twice: ``NAME.spv`` multiplies, ``NAME.gather.spv`` gives rows.
 
     Optimized, and without debug names, so that equal sources give equal bytes.
     """
-    for suffix, definitions in ((".spv", []), (".gather.spv", ["-DGATHER"])):
+    variants: dict[str, list[str]] = {".spv": []}
+    if "weight.glsl" in source.read_text():
+        variants[".gather.spv"] = ["-DGATHER"]
+    for suffix, definitions in variants.items():
         target = folder / f"{source.stem}{suffix}"
         command = ["glslc", "-O", "--target-env=vulkan1.1", *definitions, source.name, "-o", str(target)]
         subprocess.run(command, cwd=source.parent, check=True)  # noqa: S603 - our own files
