@@ -18,8 +18,12 @@ _DIRECT: Final[Mapping[UploadMode, bool | None]] = {"auto": None, "direct": True
 _NO_GPU: Final = "no GPU found"
 
 
-def open_for(options: LoadOptions) -> tuple[Backend, str]:
+def open_for(options: LoadOptions, *, load_bytes: int) -> tuple[Backend, str]:
     """Open the backend that ``options`` ask for, and say why it is this one.
+
+    Args:
+        options: The caller's.
+        load_bytes: What will be loaded, about.
 
     Raises:
         OptionError: No backend is called so, or it has no device to choose.
@@ -27,9 +31,11 @@ def open_for(options: LoadOptions) -> tuple[Backend, str]:
     """
     direct = _DIRECT[options.upload]
     if options.backend == "auto" and options.device is None:
-        backend, reason = _auto(direct=direct, validation=options.validation)
+        backend, reason = _auto(direct=direct, validation=options.validation, load_bytes=load_bytes)
         return backend, f'{reason} (see "ggufstream devices")' if reason == _NO_GPU else reason
-    backend = open_backend(options.backend, device=options.device, direct=direct, validation=options.validation)
+    backend = open_backend(
+        options.backend, device=options.device, direct=direct, validation=options.validation, load_bytes=load_bytes
+    )
     return backend, "asked for"
 
 
@@ -40,6 +46,7 @@ def open_backend(
     direct: bool | None = None,
     validation: bool = False,
     keep_bytes: int = 0,
+    load_bytes: int = 0,
 ) -> Backend:
     """Open a backend.
 
@@ -48,11 +55,13 @@ def open_backend(
             ``vulkan:DEVICE`` or ``simulated:PROFILE``.
         device: Part of a Vulkan device's name, or its number. With ``auto`` it means ``vulkan``.
         direct: Whether tensors are placed straight into device memory: ``None`` where possible, ``True`` demands it,
-            ``False`` forces staging.
+            ``False`` forces staging. Through staging memory a card of its own is filled faster, once that is pinned: it is
+            chosen where the card is to hold 8 GiB and more, and where memory is kept.
         validation: Load Vulkan's validation layer.
         keep_bytes: Most memory that stays with the backend when a model or a load is closed, and goes to the next that
             needs just as much at once: for whoever loads again and again. It counts as free, is freed where it is in the
             way, and may show bytes of an earlier model in the gaps between tensors.
+        load_bytes: What will be loaded, about, where that is known.
 
     Raises:
         OptionError: No backend is called so, it has no device to choose, or it cannot keep so much.
@@ -70,13 +79,13 @@ def open_backend(
     elif profile and name != "simulated":
         raise OptionError(f"backend {spec!r}: {name} has no profiles", remedy=_known())
     if name == "vulkan" or (name == "auto" and device is not None):
-        return _vulkan(device, direct=direct, validation=validation, keep_bytes=keep_bytes)
+        return _vulkan(device, direct=direct, validation=validation, keep_bytes=keep_bytes, load_bytes=load_bytes)
     if device is not None and (name in _HOST or name == "simulated"):
         raise OptionError(
             f"backend {name} has no device {device!r}", remedy="Leave the device out, or choose backend vulkan"
         )
     if name == "auto":
-        return _auto(direct=direct, validation=validation, keep_bytes=keep_bytes)[0]
+        return _auto(direct=direct, validation=validation, keep_bytes=keep_bytes, load_bytes=load_bytes)[0]
     if name in _HOST:
         return _host(name, direct=direct, keep_bytes=keep_bytes)
     if name == "simulated":
@@ -110,15 +119,17 @@ def _host(name: str, *, direct: bool | None, keep_bytes: int = 0) -> Backend:
     return kind(direct=direct is not False, keep_bytes=keep_bytes)
 
 
-def _vulkan(device: str | None, *, direct: bool | None, validation: bool, keep_bytes: int = 0) -> Backend:
+def _vulkan(
+    device: str | None, *, direct: bool | None, validation: bool, keep_bytes: int = 0, load_bytes: int = 0
+) -> Backend:
     from ggufstream.backends.vulkan import VulkanBackend
 
-    return VulkanBackend(device, direct=direct, validation=validation, keep_bytes=keep_bytes)
+    return VulkanBackend(device, direct=direct, validation=validation, keep_bytes=keep_bytes, load_bytes=load_bytes)
 
 
-def _auto(*, direct: bool | None, validation: bool, keep_bytes: int = 0) -> tuple[Backend, str]:
+def _auto(*, direct: bool | None, validation: bool, keep_bytes: int = 0, load_bytes: int = 0) -> tuple[Backend, str]:
     try:
-        backend = _vulkan(None, direct=direct, validation=validation, keep_bytes=keep_bytes)
+        backend = _vulkan(None, direct=direct, validation=validation, keep_bytes=keep_bytes, load_bytes=load_bytes)
     except DeviceError as error:
         if direct and isinstance(error, UnsupportedByDeviceError):
             raise  # there is a GPU, and what was demanded of it would be taken from another device in silence

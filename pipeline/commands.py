@@ -186,7 +186,10 @@ async def _plan(file: str, options: LoadOptions, several: Sequence[str]) -> dict
     def work() -> dict[str, Any]:
         with ExitStack() as opened:
             names = several or (options.backend,)
-            backends = [opened.enter_context(open_for(options.replace(backend=name))[0]) for name in names]
+            share = index.tensor_bytes // len(names)
+            backends = [
+                opened.enter_context(open_for(options.replace(backend=name), load_bytes=share)[0]) for name in names
+            ]
             load_plan = make_plan(index, backends=backends, options=options)
             check_tables(load_plan, options)
             return load_plan.to_dict()

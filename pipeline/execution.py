@@ -305,13 +305,15 @@ class Execution:
         self._residency[path] = Residency(descriptor, os.fstat(descriptor).st_size)
 
     def _open_backends(self) -> list[Backend]:
+        assert self.index is not None
         backends = []
         for device in self._devices:
             if isinstance(device, Backend):
                 backend, reason = device, "given"
                 self._check_upload(backend)
             else:
-                backend, reason = open_for(self._options.replace(backend=device))
+                options = self._options.replace(backend=device)
+                backend, reason = open_for(options, load_bytes=self.index.tensor_bytes // len(self._devices))
                 self._owned.enter_context(backend)
             backends.append(backend)
             self._backend_reasons.append(reason)

@@ -29,7 +29,7 @@ __all__ = ["Action", "Calls", "a_read_fails", "act_before", "fails", "short"]
 Action = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """What happens in place of a call: takes the real one and its arguments."""
 
-_ADVICE = {1: "RANDOM", 3: "WILLNEED", 4: "DONTNEED", 22: "POPULATE_READ"}
+_ADVICE = {1: "RANDOM", 3: "WILLNEED", 4: "DONTNEED", 22: "POPULATE_READ", 23: "POPULATE_WRITE"}
 _SYSCALLS = {
     number: name
     for name, number in zip(

@@ -197,11 +197,11 @@ def test_auto_takes_the_cpu_where_there_is_no_gpu_and_says_why(monkeypatch, erro
     monkeypatch.setattr("ggufstream.backends.vulkan.VulkanBackend", fail)
     with registry.open_backend("auto") as backend:
         assert type(backend) is CpuBackend
-    backend, reason = registry.open_for(LoadOptions())
+    backend, reason = registry.open_for(LoadOptions(), load_bytes=0)
     assert type(backend) is CpuBackend
     assert reason == ('no GPU found (see "ggufstream devices")' if isinstance(error, NoDeviceError) else str(error))
     with pytest.raises(type(error)):
-        registry.open_for(LoadOptions(device="some gpu"))
+        registry.open_for(LoadOptions(device="some gpu"), load_bytes=0)
     with pytest.raises(type(error)):
         registry.open_backend("auto", device="some gpu")
 
@@ -212,8 +212,8 @@ def test_auto_does_not_leave_a_gpu_that_cannot_be_filled_in_place(monkeypatch):
 
     monkeypatch.setattr("ggufstream.backends.vulkan.VulkanBackend", fail)
     with pytest.raises(UnsupportedByDeviceError, match="mapped"):
-        registry.open_for(LoadOptions(upload="direct"))
-    assert registry.open_for(LoadOptions())[1] == "vulkan: its memory cannot be mapped"
+        registry.open_for(LoadOptions(upload="direct"), load_bytes=0)
+    assert registry.open_for(LoadOptions(), load_bytes=0)[1] == "vulkan: its memory cannot be mapped"
 
 
 def test_auto_takes_a_gpu(monkeypatch):
@@ -221,14 +221,14 @@ def test_auto_takes_a_gpu(monkeypatch):
         name = "vulkan"
 
     monkeypatch.setattr("ggufstream.backends.vulkan.VulkanBackend", lambda *_, **__: Gpu())
-    backend, reason = registry.open_for(LoadOptions())
+    backend, reason = registry.open_for(LoadOptions(), load_bytes=0)
     assert type(backend) is Gpu
     assert "a GPU was found" in reason
 
 
 @pytest.mark.parametrize(("upload", "direct"), [("auto", True), ("direct", True), ("staged", False)])
 def test_options_open_a_backend(upload, direct):
-    backend, reason = registry.open_for(LoadOptions(backend="simulated:igpu-unified", upload=upload))
+    backend, reason = registry.open_for(LoadOptions(backend="simulated:igpu-unified", upload=upload), load_bytes=0)
     assert (backend.capabilities.backend, backend.capabilities.direct) == ("simulated:igpu-unified", direct)
     assert reason == "asked for"
 

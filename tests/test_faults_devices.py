@@ -25,8 +25,6 @@ from ggufstream.backends.simulated import SimulatedBackend, _DeviceChunk
 from ggufstream.backends.testing import FaultyBackend, default_fault
 from ggufstream.backends.vulkan import VulkanBackend
 from ggufstream.backends.vulkan.api import (
-    USAGE_READBACK,
-    USAGE_STORAGE,
     Buffer,
     CommandBuffer,
     Device,
@@ -190,9 +188,9 @@ def open_for(upload: str, api: FaultyVulkan) -> VulkanBackend:
     return backend
 
 
-def imports(upload: str) -> set[int]:
+def imports(upload: str) -> set[str]:
     """For what pages of our own are imported; the first failure ends it."""
-    return {USAGE_READBACK, USAGE_STORAGE} if upload in {"direct", "alias"} else {USAGE_READBACK}
+    return {"staging", "chunk"} if upload in {"direct", "alias"} else {"staging"}
 
 
 def fallible(called: Any) -> dict[str, int]:

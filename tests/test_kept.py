@@ -22,7 +22,6 @@ from ggufstream.backends.kept import Kept
 from ggufstream.backends.registry import open_backend
 from ggufstream.backends.testing import BackendConformance, random_bytes
 from ggufstream.backends.vulkan import VulkanBackend
-from ggufstream.backends.vulkan.api import USAGE_STORAGE
 from ggufstream.errors import (
     ClosedError,
     DeviceLostError,
@@ -56,7 +55,7 @@ def vulkan(api: FaultyVulkan | None = None, *, direct: bool) -> VulkanBackend:
 
 def driver_memory(backend: VulkanBackend) -> VulkanBackend:
     """Arenas as on a GPU that the host reaches."""
-    backend._imports.discard(USAGE_STORAGE)
+    backend._imports.discard("chunk")
     return backend
 
 

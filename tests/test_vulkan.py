@@ -24,7 +24,7 @@ from ggufstream.backends.vulkan import VALIDATION_MESSAGES, VulkanBackend, list_
 from ggufstream.backends.vulkan.api import USAGE_READBACK, USAGE_STORAGE, Vulkan
 from ggufstream.backends.vulkan.device import choose_device
 from ggufstream.backends.vulkan.errors import explain, from_result
-from ggufstream.backends.vulkan.memory import HostAllocation, plan_memory
+from ggufstream.backends.vulkan.memory import HostAllocation, plan_memory, prefers_staging
 from ggufstream.backends.vulkan.records import (
     DeviceRecord,
     Limits,
@@ -72,7 +72,7 @@ def backend(request: pytest.FixtureRequest, api: FaultyVulkan) -> Iterator[Vulka
     """In place in pages of our own, or in memory of the driver's; or staged."""
     with VulkanBackend(DEVICE, direct=request.param != "staged", validation=True, api=api) as backend:
         if request.param == "mapped":
-            backend._imports.discard(USAGE_STORAGE)
+            backend._imports.discard("chunk")
         yield backend
 
 
@@ -197,7 +197,7 @@ def test_a_failure_while_opening_leaves_nothing(api, function, code):
 @pytest.mark.parametrize("function", ["vkCreateBuffer", "vkAllocateMemory", "vkBindBufferMemory", "vkMapMemory"])
 @pytest.mark.parametrize(("code", "error"), [(-2, OutOfDeviceMemoryError), (-1, OutOfHostMemoryError)])
 def test_a_failed_allocation_is_undone(backend, api, function, code, error):
-    if function == "vkMapMemory" and (not backend.capabilities.direct or USAGE_STORAGE in backend._imports):
+    if function == "vkMapMemory" and (not backend.capabilities.direct or "chunk" in backend._imports):
         pytest.skip("chunks are not mapped")
     before = api.left
     api.answers[function] = code
@@ -216,7 +216,7 @@ def test_a_failed_allocation_is_undone(backend, api, function, code, error):
 def test_failed_staging_is_undone(staged, api, function, imports):
     if imports and function == "vkMapMemory":
         pytest.skip("memory of our own is not mapped")
-    staged._imports = {USAGE_READBACK} if imports else set()
+    staged._imports = {"staging"} if imports else set()
     before = api.left
     api.answers[function] = -1
     with pytest.raises(OutOfHostMemoryError):
@@ -522,6 +522,15 @@ def test_resizable_bar_is_filled_in_place_unless_staging_is_forced():
     forced = plan_memory(rebar, direct=False)
     assert forced.arena is ON_GPU
     assert not forced.arena_mapped
+
+
+@pytest.mark.parametrize("kind", ["discrete", "integrated", "cpu"])
+def test_a_card_is_filled_through_staging_memory_where_pinning_it_pays(kind):
+    card = replace(record(), kind=kind)
+    assert not prefers_staging(card, keep_bytes=0, load_bytes=0)
+    assert not prefers_staging(card, keep_bytes=0, load_bytes=(8 << 30) - 1)
+    assert prefers_staging(card, keep_bytes=0, load_bytes=8 << 30) == (kind == "discrete")
+    assert prefers_staging(card, keep_bytes=1, load_bytes=0) == (kind == "discrete")
 
 
 def test_types_that_buffers_may_not_use_are_passed_over():

@@ -18,7 +18,14 @@ from ggufstream.backends.kept import Kept
 from ggufstream.backends.vulkan.api import USAGE_STORAGE, Vulkan
 from ggufstream.backends.vulkan.device import HOST_PAGES, VulkanDevice, VulkanInstance, choose_device
 from ggufstream.backends.vulkan.errors import BACKEND
-from ggufstream.backends.vulkan.memory import Allocation, HostAllocation, HostPages, MemoryPlan, plan_memory
+from ggufstream.backends.vulkan.memory import (
+    Allocation,
+    HostAllocation,
+    HostPages,
+    MemoryPlan,
+    plan_memory,
+    prefers_staging,
+)
 from ggufstream.backends.vulkan.pages import ImportedPages, try_pages
 from ggufstream.backends.vulkan.records import DeviceRecord
 from ggufstream.backends.vulkan.transfer import ReadBack, StagingMemory, VulkanChunk, VulkanStaging
@@ -42,16 +49,21 @@ if TYPE_CHECKING:  # imported on first use: shaders are of no use to most comman
 
 __all__ = ["VulkanBackend"]
 
+_POPULATED = 2 << 20
+"""Bytes whose pages are had in one call. Meanwhile nobody can map memory in this process, and Python's own way of doing so
+keeps the interpreter lock: with 16 MiB at a time the event loop was 15 ms late."""
+
 
 class VulkanBackend(Backend):
     """A Vulkan device, opened.
 
     Args:
         device: Part of the device's name, or its number; ``None`` takes the best GPU, never a software device.
-        direct: ``None`` places tensors straight into device memory where the host reaches all of it; ``True`` demands
-            that; ``False`` forces staging and the transfer queue.
+        direct: ``True`` places tensors straight into device memory, which the host must reach; ``False`` forces staging;
+            ``None`` takes what is faster, see ``prefers_staging``.
         validation: Load the validation layer; its messages are in ``statistics()["validation_messages"]``.
         keep_bytes: Most device and staging memory that is kept for the next load when it is closed.
+        load_bytes: What will be loaded, about, where that is known.
         api: The Vulkan library; tests give a wrapped one.
 
     Raises:
@@ -69,6 +81,7 @@ class VulkanBackend(Backend):
         direct: bool | None = None,
         validation: bool = False,
         keep_bytes: int = 0,
+        load_bytes: int = 0,
         api: Vulkan | None = None,
     ) -> None:
         self._lock = threading.Lock()
@@ -86,6 +99,8 @@ class VulkanBackend(Backend):
             undo.callback(instance.close)
             devices = instance.devices()
             record = choose_device([record for _, record in devices], device)
+            if direct is None and prefers_staging(record, keep_bytes=keep_bytes, load_bytes=load_bytes):
+                direct = False
             with located(record.name, "while it was opened"):
                 self.device = VulkanDevice(instance, devices[record.index][0], record)
                 """The logical device, its queues and their locks: what products are built on."""
@@ -194,7 +209,8 @@ class VulkanBackend(Backend):
         pages = anonymous_memory(nbytes, owner=BACKEND)
         # Workers that touch the same huge page at once would each fill one. Before Linux 5.14 they, or the driver, do.
         with suppress(OSError):
-            advise(pages, MADV_POPULATE_WRITE)
+            for start in range(0, pages.size, _POPULATED):
+                advise(pages[start : start + _POPULATED], MADV_POPULATE_WRITE)
         try:
             return HostPages(self.device, pages, usage=USAGE_STORAGE)
         except DeviceLostError:

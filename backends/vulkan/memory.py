@@ -25,9 +25,10 @@ from ggufstream.errors import (
 from ggufstream.layouts import Bytes
 from ggufstream.pages import MADV_DONTNEED, advise
 
-__all__ = ["Allocation", "HostAllocation", "HostPages", "MemoryPlan", "plan_memory"]
+__all__ = ["Allocation", "HostAllocation", "HostPages", "MemoryPlan", "plan_memory", "prefers_staging"]
 
 _CHUNK_BYTES: Final = 256 << 20
+_STAGED_FROM: Final = 8 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,20 @@ class MemoryPlan:
     staging: MemoryType
     max_staging_bytes: int
     capabilities: Capabilities
+
+
+def prefers_staging(record: DeviceRecord, *, keep_bytes: int, load_bytes: int) -> bool:
+    """Whether a device that could be filled in place is filled faster through staging memory.
+
+    Pinning that takes 0.1 s (H200), and then a load runs at 36 GB/s, repacked on the way or not. In place it runs at 29 as
+    it is and at 19 repacked, at once. Where staging memory is kept from load to load there is nothing to weigh.
+
+    Args:
+        record: The device.
+        keep_bytes: Memory that is kept from one load to the next.
+        load_bytes: What will be loaded, about; 0 where that is not known.
+    """
+    return record.kind == "discrete" and (keep_bytes > 0 or load_bytes >= _STAGED_FROM)
 
 
 def _memory_types(record: DeviceRecord, type_bits: int) -> list[MemoryType]:
