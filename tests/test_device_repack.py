@@ -209,6 +209,15 @@ def test_blocks_and_planes_outside_of_their_memory_are_refused(
     backend.upload(staging, [Repack(4096 - 136, chunk, 4, (2, 32), (0, 4096 - 128))]).wait()
 
 
+def test_what_was_left_open_goes_with_the_backend() -> None:
+    backend = VulkanBackend(device="llvmpipe", validation=True, direct=False)
+    chunk, staging = backend.allocate(4096), backend.staging(4096)
+    backend.upload(staging, [Repack(0, chunk, 4, (2, 32), (0, 16))])
+    with pytest.warns(ResourceWarning, match="2 chunks or staging buffers"):
+        backend.close()
+    assert backend.statistics()["validation_messages"] == []
+
+
 SPECS: Sequence[TensorSpec] = (
     ("token_embd.weight", "Q8_0", (96, 301)),
     ("blk.0.attn_norm.weight", "F32", (33,)),

@@ -9,8 +9,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import cache
 from importlib import resources
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from ggufstream.backends.base import Chunk, Repack
 from ggufstream.backends.vulkan.api import Buffer, CommandBuffer, DescriptorSet
@@ -21,7 +22,7 @@ from ggufstream.backends.vulkan.transfer import StagingMemory, written
 
 __all__ = ["RepackKernel", "RepackingMemory"]
 
-_PUSH: Final = struct.Struct(f"<5I{2 * MAX_FIELDS}I")
+_PUSH: Final = struct.Struct(f"<5I{4 * MAX_FIELDS}s{MAX_FIELDS}I")
 """``Sizes`` in ``repack.comp``."""
 _TILE_BYTES: Final = 8 << 10
 """``TILE_WORDS`` in ``repack.comp``."""
@@ -32,6 +33,22 @@ _BUFFERS: Final = 2
 
 _Window: TypeAlias = tuple[Chunk, int, int, int, int]
 """What is bound of the blocks' buffer and of a chunk: the first byte of each, and one past the last."""
+
+
+class _Block(NamedTuple):
+    """What the shader is told of the blocks of a type."""
+
+    nbytes: int
+    tile: int
+    """Blocks that a workgroup takes."""
+    fields: int
+    sizes: bytes
+
+
+@cache
+def _block(fields: tuple[int, ...]) -> _Block:
+    nbytes = sum(fields)
+    return _Block(nbytes, _TILE_BYTES // nbytes // 4 * 4, len(fields), struct.pack(f"<{MAX_FIELDS}I", *padded(fields)))
 
 
 class RepackKernel:
@@ -59,11 +76,11 @@ class RepackKernel:
         """Free everything; no upload uses it any more. A second call does nothing."""
         self._undo.close()
 
-    def descriptors(self, undo: ExitStack) -> DescriptorSet:
-        """A set for the buffers of one window; it goes with ``undo``."""
+    def descriptors(self, owner: ExitStack) -> DescriptorSet:
+        """A set for the buffers of one window; it goes with ``owner``."""
         api, handle = self.device.api, self.device.handle
         pool = api.create_descriptor_pool(handle, sets=1, buffers=_BUFFERS)
-        undo.callback(api.destroy_descriptor_pool, handle, pool)
+        owner.callback(api.destroy_descriptor_pool, handle, pool)
         return api.allocate_descriptor_set(handle, pool, self._set_layout)
 
 
@@ -81,7 +98,6 @@ class RepackingMemory(StagingMemory):
         self._kernel = kernel
         self._sets: list[tuple[DescriptorSet, _Window]] = []
         """Sets, and what is bound to each: mostly the same as for the last upload."""
-        self._undo = ExitStack()
 
     def repack(self, commands: CommandBuffer, repacks: Sequence[Repack]) -> None:
         api, kernel = self._device.api, self._kernel()
@@ -92,19 +108,11 @@ class RepackingMemory(StagingMemory):
             if window != bound:
                 api.bind(commands, kernel.pipeline, kernel.layout, self._descriptors(number, window))
                 bound, number = window, number + 1
-            block_bytes = sum(repack.fields)
-            tile = _TILE_BYTES // block_bytes // 4 * 4
-            constants = _PUSH.pack(
-                repack.blocks,
-                block_bytes,
-                tile,
-                self.allocation.offset + repack.source_offset - first,
-                len(repack.fields),
-                *padded(repack.fields),
-                *padded([(offset - begin) // 4 for offset in repack.offsets]),
-            )
-            api.push_constants(commands, kernel.layout, constants)
-            groups = -(-repack.blocks // tile)
+            block = _block(repack.fields)
+            source = self.allocation.offset + repack.source_offset - first
+            targets = padded([(offset - begin) // 4 for offset in repack.offsets])
+            api.push_constants(commands, kernel.layout, _PUSH.pack(repack.blocks, source, *block, *targets))
+            groups = -(-repack.blocks // block.tile)
             wide = min(groups, most)
             api.dispatch(commands, wide, -(-groups // wide))
 
@@ -130,7 +138,7 @@ class RepackingMemory(StagingMemory):
         """A set to which a window is bound: the one that had this number in the last upload, if there was one."""
         descriptors, before = self._sets[number] if number < len(self._sets) else (None, None)
         if descriptors is None:
-            descriptors = self._kernel().descriptors(self._undo)
+            descriptors = self._kernel().descriptors(self.submission.owned)
             self._sets.append((descriptors, window))
         if window != before:
             chunk, first, last, begin, end = window
@@ -138,7 +146,3 @@ class RepackingMemory(StagingMemory):
             self._device.api.write_descriptors(self._device.handle, descriptors, buffers)
             self._sets[number] = descriptors, window
         return descriptors
-
-    def _free(self) -> None:
-        self._undo.close()
-        super()._free()

@@ -49,7 +49,8 @@ class Submission:
             self._pool = api.create_command_pool(owner, queue.family)
             undo.callback(api.destroy_command_pool, owner, self._pool)
             self._commands = api.allocate_command_buffer(owner, self._pool)
-            self._undo = undo.pop_all()
+            self.owned = undo.pop_all()
+            """What goes with it."""
         self._closed = False
         device.submissions.add(self)
 
@@ -122,7 +123,7 @@ class Submission:
             self.device.submissions.discard(self)
 
         def release() -> None:
-            self._undo.close()
+            self.owned.close()
             free()
 
         if self.settle():
@@ -234,13 +235,10 @@ class StagingMemory:
         """Free all of it as soon as the device uses it no more, then call ``freed``. A second call does nothing."""
 
         def free() -> None:
-            self._free()
+            self.allocation.close()
             freed()
 
         self.submission.close(free)
-
-    def _free(self) -> None:
-        self.allocation.close()
 
 
 class VulkanStaging(Staging):

@@ -22,9 +22,9 @@ layout(set = 0, binding = 1) writeonly buffer Planes {
 
 layout(push_constant) uniform Sizes {
     uint count;       // blocks
+    uint source;      // where the first begins, in bytes
     uint block_bytes;
     uint tile_blocks; // a multiple of 4
-    uint source;      // where the first block begins, in bytes
     uint fields;      // of a block
     uint sizes[5];    // bytes of each: 1, 2, or a multiple of 4
     uint targets[5];  // where the run of each begins, in words
