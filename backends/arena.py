@@ -1,7 +1,8 @@
 """Arenas: a known list of slice sizes, filled into chunks that are allocated when the first slice of each is needed.
 
 The offsets are pure arithmetic. A chunk is allocated exactly as large as the slices that go into it, so nothing is
-left over at its end, and ``used == planned`` can be checked to the byte.
+left over at its end, and ``used == planned`` can be checked to the byte. Allocated is that, and a part of a page a chunk
+where the arena is filled in place.
 """
 
 from __future__ import annotations
@@ -84,15 +85,23 @@ class ChunkArena(Arena):
         name: For messages and reports.
         allocate: A backend's ``allocate``.
         slice_bytes: Size of each slice, padding included, as planned.
+        leads: For each slice, what is left free in front of it where a chunk begins with it; nothing where empty.
         chunk_bytes: Target size of a chunk. A slice that is larger gets a chunk of its own.
     """
 
     def __init__(
-        self, *, name: str, allocate: Callable[[int], Chunk], slice_bytes: Sequence[int], chunk_bytes: int
+        self,
+        *,
+        name: str,
+        allocate: Callable[[int], Chunk],
+        slice_bytes: Sequence[int],
+        leads: Sequence[int] = (),
+        chunk_bytes: int,
     ) -> None:
         super().__init__(name=name, planned_bytes=sum(slice_bytes))
         self._allocate = allocate
         self._sizes = slice_bytes
+        self._leads = leads
         self._chunk_bytes = chunk_bytes
         self._places: list[Place] = []
 
@@ -105,21 +114,22 @@ class ChunkArena(Arena):
     def grow_to(self, index: int) -> None:
         while self.needs_growth(index):
             first = len(self._places)
-            chunk, count = self._next_chunk(first)
+            lead = self._leads[first] if self._leads else 0
+            chunk, count = self._next_chunk(first, lead)
             self.chunks.append(chunk)
             self.allocated_bytes += chunk.nbytes
-            offset = 0
+            offset = lead
             for size in self._sizes[first : first + count]:
                 self._places.append(Place(chunk, offset))
                 offset += size
-            self.used_bytes += offset
+            self.used_bytes += offset - lead
 
-    def _next_chunk(self, first: int) -> tuple[Chunk, int]:
+    def _next_chunk(self, first: int, lead: int) -> tuple[Chunk, int]:
         """One more chunk, and how many slices it holds; smaller ones are tried while the device has no room."""
         limit = self._chunk_bytes
         while True:
-            count = fill(self._sizes, first, limit)
-            nbytes = sum(self._sizes[first : first + count])
+            count = fill(self._sizes, first, limit - lead)
+            nbytes = lead + sum(self._sizes[first : first + count])
             try:
                 return self._allocate(nbytes), count
             except (OutOfDeviceMemoryError, OutOfHostMemoryError) as error:

@@ -77,6 +77,11 @@ class Capabilities:
     pins_pages: bool = False
     """Every page that is mapped stays in memory until it is unmapped."""
 
+    @property
+    def fills_in_place(self) -> bool:
+        """Arena chunks are memory of the host, and files may be read straight into them."""
+        return self.direct and self.memory != "discrete"
+
 
 def cannot_map(device: Capabilities) -> UnsupportedByDeviceError:
     """The error for a device that cannot read the pages of a file."""

@@ -417,6 +417,7 @@ class Execution:
                 name=arena_plan.name,
                 allocate=lambda nbytes: HostChunk(nbytes, owner="host", counter=counter),
                 slice_bytes=arena_plan.slice_bytes,
+                leads=arena_plan.leads,
                 chunk_bytes=self._options.chunk_bytes or HOST_CHUNK_BYTES,
             )
         backend, device = backends[arena_plan.device], load_plan.devices[arena_plan.device]
@@ -438,6 +439,7 @@ class Execution:
             name=arena_plan.name,
             allocate=backend.allocate,
             slice_bytes=arena_plan.slice_bytes,
+            leads=arena_plan.leads,
             chunk_bytes=min(self._options.chunk_bytes or device.chunk_bytes, device.max_chunk_bytes),
         )
 

@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from ggufstream.errors import TruncatedFileError, UnreadableFileError
 
-__all__ = ["close_file", "pread_into", "read_error", "read_exactly"]
+__all__ = ["IOV_MAX", "close_file", "pread_into", "read_error", "read_exactly", "skip"]
 
-_IOV_MAX = 1024
+IOV_MAX = 1024
 """Buffers that one ``preadv`` takes."""
 
 
@@ -36,15 +36,20 @@ def pread_into(descriptor: int, buffers: list[npt.NDArray[np.uint8]], offset: in
     """
     done = 0
     while buffers:
-        count = os.preadv(descriptor, [buffer.data for buffer in buffers[:_IOV_MAX]], offset + done)
+        count = os.preadv(descriptor, [buffer.data for buffer in buffers[:IOV_MAX]], offset + done)
         if count == 0:
             break
         done += count
-        while buffers and count >= buffers[0].size:
-            count -= buffers.pop(0).size
-        if count:
-            buffers[0] = buffers[0][count:]
+        skip(buffers, count)
     return done
+
+
+def skip(buffers: list[npt.NDArray[np.uint8]], nbytes: int) -> None:
+    """Take the first ``nbytes`` out of the list: they are filled."""
+    while buffers and nbytes >= buffers[0].size:
+        nbytes -= buffers.pop(0).size
+    if nbytes:
+        buffers[0] = buffers[0][nbytes:]
 
 
 def read_error(error: OSError, *, file: str | os.PathLike[str], tensor: str | None, offset: int) -> UnreadableFileError:

@@ -91,14 +91,20 @@ class ArenaPlan:
     device: int | None
     """Index into ``LoadPlan.devices``; ``None`` for host memory."""
     slice_bytes: tuple[int, ...]
-    """Of each slice, in load order, padded to the slice alignment."""
+    """Of each slice, in load order, padded to where the next one begins."""
+    leads: tuple[int, ...] = ()
+    """For each slice of an arena that is filled in place: what lies in front of it where a chunk begins with it, in bytes.
+    It comes to lie within a page as in the file, if the file's offset allows for it.
+    """
+    is_staged: bool = False
+    """It is filled through staging memory."""
     spans: tuple[Span, ...] = ()
     places: tuple[tuple[int, int], ...] = ()
     """For each slice of a mapped arena: index of its span, and offset in bytes there."""
 
     @property
     def planned_bytes(self) -> int:
-        """Bytes that are allocated, or mapped."""
+        """Bytes of slices that are allocated, or of pages that are mapped."""
         return sum(span.nbytes for span in self.spans) if self.spans else sum(self.slice_bytes)
 
 
@@ -129,7 +135,7 @@ class LoadPlan:
     def upload(self) -> str:
         """``direct``, ``staged`` and ``alias``, as far as used, joined by ``+``."""
         ways = [
-            "alias" if arena.spans else "direct" if self.devices[arena.device].direct else "staged"
+            "alias" if arena.spans else "staged" if arena.is_staged else "direct"
             for arena in self.arenas.values()
             if arena.device is not None and arena.slice_bytes
         ]
@@ -151,8 +157,7 @@ class LoadPlan:
 
     def is_staged(self, part: Range) -> bool:
         """Whether a range goes through staging memory."""
-        arena = self.arenas[part.arena]
-        return arena.device is not None and not arena.spans and not self.devices[arena.device].direct
+        return self.arenas[part.arena].is_staged
 
     def is_repacked_there(self, part: Range) -> bool:
         """Whether the device itself writes the planes of a range, from the file's bytes in staging memory."""
@@ -162,6 +167,10 @@ class LoadPlan:
     def is_moved(self, part: Range) -> bool:
         """Whether the processors do nothing with the bytes of a range but move them, as they are in the file."""
         return part.is_verbatim or self.is_repacked_there(part)
+
+    def lies_in_pages(self, part: Range) -> bool:
+        """Whether bytes of a range come to lie within a page as in the file: in staging memory, or in their arena."""
+        return part.is_congruent or (self.is_staged(part) and self.is_moved(part))
 
     def tensor_at(self, part: Range, offset: int) -> str:
         """Name of the tensor that holds byte ``offset`` of the shard, within a range; for messages."""

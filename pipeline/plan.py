@@ -10,6 +10,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -24,13 +25,14 @@ from ggufstream.load_plan import DEVICE, HOST, ArenaPlan, Held, LoadPlan, PlanEn
 from ggufstream.options import STAGING_BYTES, Intent, LoadOptions, Placement
 from ggufstream.pages import PAGE, page_span
 from ggufstream.placements import Decider, Decision, Overrides, cut_rows, slice_limit
+from ggufstream.positions import FileSlice, positions
 from ggufstream.ranges import SliceSource, cut
 from ggufstream.roles import Role, roles
 
 __all__ = ["check_tables", "make_plan"]
 
-HOST_ALIGNMENT = 64
-"""Slices in host memory start at cache lines."""
+HOST_ALIGNMENT = 32
+"""Of slices in host memory: what files have, so that they can lie within a page as in the file."""
 
 
 def make_plan(
@@ -76,18 +78,19 @@ def make_plan(
         # Within a layer that is the order of the file, in which they are.
         order = sorted(range(len(chosen)), key=[known[tensor.name].layer for tensor in chosen].__getitem__)
         entries = {i: planner.entry(chosen[i], known[chosen[i].name], layers) for i in order}
+        arenas = {arena.name: arena.plan() for arena in planner.arenas.values()}
         return LoadPlan(
             path=index.path,
             devices=devices,
             entries=tuple(entries[i] for i in range(len(chosen))),
             ranges=cut(
-                _sources(order, entries, _floors(index.tensors)),
+                _sources(order, entries, arenas, _floors(index.tensors)),
                 # A range in flight takes its file bytes, its packed bytes too where staged, and several are in flight.
                 limit=min(options.range_bytes, (options.staging_bytes or STAGING_BYTES) // 8),
                 # Padding between neighbours is less than one alignment unit; nothing larger is read along.
                 max_gap=index.alignment - 1,
             ),
-            arenas={arena.name: arena.plan() for arena in planner.arenas.values()},
+            arenas=arenas,
             skipped=tuple(tensor.name for tensor in index.tensors if tensor.name not in names),
             warnings=overrides.warnings,
         )
@@ -179,16 +182,20 @@ class _ArenaBuilder:
     name: str
     device: int | None
     alignment: int
+    in_place: bool = False
+    """Files may be read straight into its chunks."""
+    is_staged: bool = False
     mapped: bool = False
     span_bytes: int = 0
     """Most that is mapped in one piece."""
-    slice_bytes: list[int] = field(default_factory=list)
+    slices: list[FileSlice] = field(default_factory=list)
     tensors: list[TensorInfo] = field(default_factory=list)
 
-    def add(self, tensor: TensorInfo, slice_bytes: Iterable[int]) -> int:
+    def add(self, tensor: TensorInfo, layout: Layout, slices: Iterable[SlicePlan]) -> int:
         """Room for a tensor; the number of its first slice."""
-        first = len(self.slice_bytes)
-        self.slice_bytes += slice_bytes
+        first = len(self.slices)
+        for part in slices:
+            self.slices.append(FileSlice(tensor.shard, _offset(tensor, part), part.nbytes, layout.verbatim))
         if self.mapped:
             self.tensors.append(tensor)
         return first
@@ -199,9 +206,21 @@ class _ArenaBuilder:
         if self.mapped:
             spans = _spans(self.tensors, self.span_bytes)
             places = tuple(_place(tensor, spans) for tensor in self.tensors)
+        starts = positions(self.slices, alignment=self.alignment, in_place=self.in_place)
         return ArenaPlan(
-            name=self.name, device=self.device, slice_bytes=tuple(self.slice_bytes), spans=spans, places=places
+            name=self.name,
+            device=self.device,
+            slice_bytes=tuple(end - start for start, end in pairwise(starts)),
+            leads=tuple(start % PAGE for start in starts[:-1]) if self.in_place else (),
+            is_staged=self.is_staged,
+            spans=spans,
+            places=places,
         )
+
+
+def _offset(tensor: TensorInfo, part: SlicePlan) -> int:
+    """Where the bytes of a slice begin in the file."""
+    return tensor.offset + part.first_block * tensor.type.block_bytes
 
 
 def _spans(tensors: Iterable[TensorInfo], limit: int) -> tuple[Span, ...]:
@@ -232,8 +251,7 @@ class _Kind(NamedTuple):
 
     arena: _ArenaBuilder | None
     """``None`` where nothing is loaded."""
-    slice_bytes: Sequence[int]
-    """Padded."""
+    slices: Sequence[SlicePlan]
     common: tuple[Intent, Placement, Layout, int | None, str | None, tuple[SlicePlan, ...], int, bool, str, bool]
     """The last fields of a ``PlanEntry``."""
 
@@ -248,18 +266,24 @@ class _Planner:
         self.arenas: dict[tuple[int | None, bool], _ArenaBuilder] = {}
         for i, device in enumerate(devices):
             suffix = f":{i}" if len(devices) > 1 else ""
-            self.arenas[i, False] = _ArenaBuilder(f"{DEVICE}{suffix}", i, device.slice_alignment)
+            self.arenas[i, False] = _ArenaBuilder(
+                f"{DEVICE}{suffix}",
+                i,
+                device.slice_alignment,
+                in_place=device.fills_in_place and PAGE % device.slice_alignment == 0,
+                is_staged=not device.direct,
+            )
             if device.maps_files:
                 span_bytes = device.max_chunk_bytes
                 self.arenas[i, True] = _ArenaBuilder(f"mapped{suffix}", i, 1, mapped=True, span_bytes=span_bytes)
-        self.arenas[None, False] = _ArenaBuilder(HOST, None, HOST_ALIGNMENT)
+        self.arenas[None, False] = _ArenaBuilder(HOST, None, HOST_ALIGNMENT, in_place=True)
 
     def entry(self, tensor: TensorInfo, role: Role, layers: Mapping[int, int]) -> PlanEntry:
         decision = self._decider.decide(tensor, role, layers[role.layer])
         kind = self._kinds.get(decision)
         if kind is None:
             kind = self._kinds[decision] = self._kind(tensor, role, decision)
-        first_slice = 0 if kind.arena is None else kind.arena.add(tensor, kind.slice_bytes)
+        first_slice = 0 if kind.arena is None else kind.arena.add(tensor, decision.layout, kind.slices)
         return PlanEntry(tensor, role.layer, first_slice, *kind.common)
 
     def _kind(self, tensor: TensorInfo, role: Role, decision: Decision) -> _Kind:
@@ -277,7 +301,7 @@ class _Planner:
             reason += f"; cut into {len(slices)} slices, the device binds at most {slice_limit(limits):,} bytes"
         return _Kind(
             arena if slices else None,
-            [] if arena is None else [part.nbytes + -part.nbytes % arena.alignment for part in slices],
+            tuple(slices),
             (
                 role.intent,
                 decision.placement,
@@ -305,7 +329,10 @@ def _floors(tensors: Iterable[TensorInfo]) -> dict[str, int]:
 
 
 def _sources(
-    order: Iterable[int], entries: Mapping[int, PlanEntry], floors: Mapping[str, int]
+    order: Iterable[int],
+    entries: Mapping[int, PlanEntry],
+    arenas: Mapping[str, ArenaPlan],
+    floors: Mapping[str, int],
 ) -> Iterator[SliceSource]:
     """Every slice, in load order, with the place of its bytes in the file."""
     for i in order:
@@ -313,7 +340,17 @@ def _sources(
         tensor = entry.tensor
         for part, slice_plan in enumerate(entry.slices):
             assert entry.arena is not None
-            offset = tensor.offset + slice_plan.first_block * tensor.type.block_bytes
+            offset = _offset(tensor, slice_plan)
+            arena = arenas[entry.arena]
+            lead = arena.leads[entry.first_slice + part] if arena.leads else None
             yield SliceSource(
-                i, part, entry.arena, tensor.shard, offset, floors[tensor.name], slice_plan.extent, entry.layout
+                i,
+                part,
+                entry.arena,
+                tensor.shard,
+                offset,
+                floors[tensor.name],
+                slice_plan.extent,
+                entry.layout,
+                entry.layout.verbatim and lead == offset % PAGE,
             )

@@ -32,6 +32,8 @@ class SliceSource(NamedTuple):
     """End of the tensor before it in the shard, loaded or not: what follows is padding."""
     extent: Extent
     layout: Layout
+    is_congruent: bool = False
+    """It lies within a page of its arena as in the file, and goes in unchanged."""
 
 
 class Piece(NamedTuple):
@@ -63,6 +65,8 @@ class Range:
     """All of it goes in unchanged."""
     only_moves: bool = False
     """All of it goes in unchanged, or field by field: see ``Layout.only_moves``."""
+    is_congruent: bool = False
+    """All of it lies within pages of the arena as in the file, too: whole pages can be read straight to their place."""
 
 
 def cut(slices: Iterable[SliceSource], *, limit: int, max_gap: int) -> tuple[Range, ...]:
@@ -80,7 +84,7 @@ def cut(slices: Iterable[SliceSource], *, limit: int, max_gap: int) -> tuple[Ran
     kinds: dict[tuple[Extent, Layout], _Kind] = {}
     """Slices that are alike are cut alike."""
     shard = start = end = packed = 0
-    arena, is_verbatim, only_moves = "", True, True
+    arena, is_verbatim, only_moves, is_congruent = "", True, True, True
 
     def close() -> None:
         if pieces:
@@ -94,6 +98,7 @@ def cut(slices: Iterable[SliceSource], *, limit: int, max_gap: int) -> tuple[Ran
                     pieces=tuple(pieces),
                     is_verbatim=is_verbatim,
                     only_moves=only_moves,
+                    is_congruent=is_congruent,
                 )
             )
             pieces.clear()
@@ -115,7 +120,7 @@ def cut(slices: Iterable[SliceSource], *, limit: int, max_gap: int) -> tuple[Ran
             if count == 0:
                 close()
                 shard, arena, start, packed = source.shard, source.arena, offset, 0
-                is_verbatim = only_moves = True
+                is_verbatim = only_moves = is_congruent = True
                 count = min(kind.blocks - first, kind.most)
             nbytes = count * kind.block_bytes
             runs = kind.runs if count == kind.blocks else source.layout.runs(source.extent, first, count)
@@ -125,6 +130,7 @@ def cut(slices: Iterable[SliceSource], *, limit: int, max_gap: int) -> tuple[Ran
             packed += kind.packed_bytes if count == kind.blocks else sum(run.nbytes for run in runs)
             is_verbatim &= source.layout.verbatim
             only_moves &= source.layout.only_moves
+            is_congruent &= source.is_congruent
     close()
     return tuple(ranges)
 

@@ -22,12 +22,21 @@ from typing import NamedTuple
 import numpy as np
 
 from ggufstream.errors import FileError, TruncatedFileError, UnreadableFileError
-from ggufstream.file_bytes import close_file, pread_into, read_error
+from ggufstream.file_bytes import IOV_MAX, close_file, pread_into, read_error, skip
 from ggufstream.gguf_file import Shard
 from ggufstream.layouts import Bytes
 from ggufstream.load_plan import LoadPlan
 from ggufstream.options import IOMode
-from ggufstream.pages import MADV_DONTNEED, MADV_POPULATE_READ, PAGE, Residency, advise, filesystem_type, page_span
+from ggufstream.pages import (
+    MADV_DONTNEED,
+    MADV_POPULATE_READ,
+    MADV_POPULATE_WRITE,
+    PAGE,
+    Residency,
+    advise,
+    filesystem_type,
+    page_span,
+)
 from ggufstream.ranges import Range
 
 __all__ = ["Choice", "DirectSource", "MappedSource", "PreadSource", "Source", "choose_io", "on_network", "open_source"]
@@ -133,9 +142,8 @@ class Source(ABC):
         """Read each piece of a range straight into its destination; False where this source cannot."""
         return False
 
-    @property
-    def reads_in_place(self) -> bool:
-        """Whether ``fetch_into`` works, as far as is known."""
+    def reads_in_place(self, part: Range) -> bool:
+        """Whether ``fetch_into`` works for a range, as far as is known."""
         return False
 
     @property
@@ -210,8 +218,7 @@ class PreadSource(Source):
     def scratch_bytes(self, nbytes: int) -> int:
         return nbytes
 
-    @property
-    def reads_in_place(self) -> bool:
+    def reads_in_place(self, part: Range) -> bool:
         return not self._needs_scratch
 
     def fetch(self, part: Range, scratch: Bytes | None) -> Bytes:
@@ -221,8 +228,24 @@ class PreadSource(Source):
         return target
 
     def fetch_into(self, part: Range, destinations: Sequence[Bytes]) -> bool:
-        if not self.reads_in_place:
+        if not self.reads_in_place(part):
             return False
+        try:
+            self._read_into(part, destinations)
+        except UnreadableFileError as error:
+            # Some drivers' mapped memory cannot be the target of a read; it can be written by the processor.
+            if error.errno != errno.EFAULT:
+                raise
+            self._use_scratch("cannot be read into")
+            return False
+        return True
+
+    def _use_scratch(self, why: str) -> None:
+        if not self._needs_scratch:  # several threads may find out at once
+            self._needs_scratch = True
+            self.reason += f"; the driver's memory {why}, so bytes are copied there"
+
+    def _read_into(self, part: Range, destinations: Sequence[Bytes]) -> None:
         buffers: list[Bytes] = []
         position = 0
         for piece, destination in zip(part.pieces, destinations, strict=True):
@@ -230,16 +253,7 @@ class PreadSource(Source):
                 buffers.append(np.empty(piece.offset - position, np.uint8))
             buffers.append(destination)
             position = piece.offset + piece.nbytes
-        try:
-            self._read(part, buffers)
-        except UnreadableFileError as error:
-            # Some drivers' mapped memory cannot be the target of a read; it can be written by the processor.
-            if error.errno != errno.EFAULT:
-                raise
-            self._needs_scratch = True
-            self.reason += "; the driver's memory cannot be read into, so bytes are copied there"
-            return False
-        return True
+        self._read(part, buffers)
 
     def _read(self, part: Range, buffers: list[Bytes]) -> None:
         """Fill the buffers, in order, from the range's start."""
@@ -253,7 +267,8 @@ class PreadSource(Source):
 
 
 class DirectSource(PreadSource):
-    """``direct``: around the page cache, in whole pages, into scratch memory of huge pages.
+    """``direct``: around the page cache, in whole pages: straight to their place where that is at the same distance from
+    the start of a page as in the file, else into scratch memory of huge pages.
 
     Some file systems refuse O_DIRECT when the file is opened, some only at the first read. Either way the source goes
     on as ``pread``, and says so in ``reason``.
@@ -275,32 +290,55 @@ class DirectSource(PreadSource):
 
     def fetch(self, part: Range, scratch: Bytes | None) -> Bytes:
         assert scratch is not None
-        if self.mode == "pread":
-            return super().fetch(part, scratch)
-        # O_DIRECT wants offset, size and memory at multiples of the device's block; a page is a multiple of all.
         first, last = page_span(part.offset, part.nbytes)
-        start, stop, end = first * PAGE, last * PAGE, part.offset + part.nbytes
-        position = start
+        if not self._read_pages(part, [scratch[: (last - first) * PAGE]]):
+            return super().fetch(part, scratch)
+        lead = part.offset % PAGE
+        return scratch[lead : lead + part.nbytes]
+
+    def reads_in_place(self, part: Range) -> bool:
+        return super().reads_in_place(part) and (self.mode == "pread" or self._plan.lies_in_pages(part))
+
+    def fetch_into(self, part: Range, destinations: Sequence[Bytes]) -> bool:
+        starts = [part.offset + piece.offset for piece in part.pieces]
+        shifts = [to.ctypes.data - start for to, start in zip(destinations, starts, strict=True)]
+        if self.mode == "direct" and self._plan.lies_in_pages(part) and any(shift % PAGE for shift in shifts):
+            self._use_scratch("does not begin with a page")
+        return super().fetch_into(part, destinations)
+
+    def _read_into(self, part: Range, destinations: Sequence[Bytes]) -> None:
+        buffers, copies = _pages(part, destinations)
+        for buffer in buffers:
+            # The kernel gets new memory faster in one go than a page at a time while the disk waits for it.
+            with suppress(OSError):  # before Linux 5.14, or memory of a driver
+                advise(buffer, MADV_POPULATE_WRITE)
+        if not self._read_pages(part, buffers):
+            super()._read_into(part, destinations)
+            return
+        for destination, data in copies:
+            np.copyto(destination, data)
+
+    def _read_pages(self, part: Range, buffers: list[Bytes]) -> bool:
+        """Fill the buffers, in order, with the pages that a range lies in; False where they cannot be had this way."""
+        # O_DIRECT wants offset, size and memory at multiples of the device's block; a page is a multiple of all.
+        position, end = part.offset - part.offset % PAGE, part.offset + part.nbytes
         while position < end:
+            if self.mode == "pread":
+                return False
             try:
-                count = os.preadv(self._direct, [scratch[position - start : stop - start].data], position)
+                count = os.preadv(self._direct, [buffer.data for buffer in buffers[:IOV_MAX]], position)
             except OSError as error:
                 if error.errno == errno.EINVAL:
                     self._fall_back("at the first read")
-                    return super().fetch(part, scratch)
+                    return False
                 raise self._failed(part, position, error) from None
-            if count < PAGE and position + count < end:
-                return super().fetch(part, scratch)  # at the end of the file, or no progress to be had this way
+            if position + count < end:
+                count -= count % PAGE  # a short read may end anywhere; go on with the page that it ended in
+                if count == 0:
+                    return False  # at the end of the file, or no progress to be had
+            skip(buffers, count)
             position += count
-            if position < end:
-                position -= position % PAGE  # a short read may end anywhere; go on with the page that it ended in
-        lead = part.offset - start
-        return scratch[lead : lead + part.nbytes]
-
-    @property
-    def reads_in_place(self) -> bool:
-        # Destinations are not at the same place within a page as the bytes in the file.
-        return self.mode == "pread" and super().reads_in_place
+        return True
 
     def close(self) -> None:
         direct, self._direct = self._direct, -1
@@ -312,6 +350,46 @@ class DirectSource(PreadSource):
         if self.mode == "direct":  # several threads may find out at once
             self.mode = "pread"
             self.reason += f"; the file system refused O_DIRECT {when}"
+
+
+def _pages(part: Range, destinations: Sequence[Bytes]) -> tuple[list[Bytes], list[tuple[Bytes, Bytes]]]:
+    """Memory for the pages that a range lies in, in the file's order: of the destinations for pages that they hold as a
+    whole, of ours for those between. And which of that is to be copied where, afterwards.
+    """
+    first, last = page_span(part.offset, part.nbytes)
+    buffers: list[Bytes] = []
+    copies: list[tuple[Bytes, Bytes]] = []
+    loose: list[tuple[int, Bytes]] = []
+    position = first * PAGE
+
+    def fill_up(end: int) -> None:
+        memory = _page_aligned(end - position)
+        if memory.size:
+            buffers.append(memory)
+        copies.extend((target, memory[start - position :][: target.size]) for start, target in loose)
+        loose.clear()
+
+    for piece, destination in zip(part.pieces, destinations, strict=True):
+        start = part.offset + piece.offset
+        whole, end = start + -start % PAGE, start + piece.nbytes
+        end -= end % PAGE
+        if whole < end:
+            if whole > start:
+                loose.append((start, destination[: whole - start]))
+            fill_up(whole)
+            buffers.append(destination[whole - start : end - start])
+            position, start, destination = end, end, destination[end - start :]
+        if destination.size:
+            loose.append((start, destination))
+    fill_up(last * PAGE)
+    return buffers, copies
+
+
+def _page_aligned(nbytes: int) -> Bytes:
+    """A little memory that begins with a page."""
+    memory = np.empty(nbytes + PAGE if nbytes else 0, np.uint8)
+    lead = -memory.ctypes.data % PAGE
+    return memory[lead : lead + nbytes]
 
 
 class MappedSource(Source):

@@ -15,6 +15,7 @@ from ggufstream.backends.arena import Arena
 from ggufstream.backends.base import Copy, Repack, Staging
 from ggufstream.layouts import Bytes, Raw, Run
 from ggufstream.load_plan import LoadPlan
+from ggufstream.pages import PAGE
 from ggufstream.ranges import Piece, Range
 
 __all__ = ["destinations", "flush", "joined", "pack", "pieces", "staged_bytes", "staged_regions"]
@@ -62,11 +63,11 @@ def flush(part: Range, plan: LoadPlan, arena: Arena) -> None:
 
 
 def staged_bytes(part: Range, plan: LoadPlan) -> int:
-    """Staging memory that a range takes: the file's bytes where the device repacks them, else the packed runs one after
-    the other, each aligned as planes are.
+    """Staging memory that a range takes: the file's bytes as they lie in its pages, where they are only moved; else the
+    packed runs one after the other, each aligned as planes are.
     """
-    if plan.is_repacked_there(part):
-        return part.nbytes
+    if plan.is_moved(part):
+        return part.offset % PAGE + part.nbytes
     alignment = _alignment(part, plan)
     return sum(run.nbytes + -run.nbytes % alignment for piece in part.pieces for run in piece.runs)
 
@@ -74,11 +75,12 @@ def staged_bytes(part: Range, plan: LoadPlan) -> int:
 def staged_regions(
     part: Range, plan: LoadPlan, arena: Arena, staging: Staging
 ) -> tuple[list[list[Bytes]], list[Copy | Repack]]:
-    """For each piece, its runs in the staging memory, or its bytes where the device repacks them; and the regions that
-    bring them to their place.
+    """For each piece, its runs in the staging memory, or its bytes where they are only moved; and the regions that bring
+    them to their place.
     """
-    if plan.is_repacked_there(part):
-        return [[data] for data in pieces(part, staging.view)], [*_moves(part, plan, arena)]
+    if plan.is_moved(part):
+        lead = part.offset % PAGE
+        return [[data] for data in pieces(part, staging.view[lead:])], [*_moves(part, plan, arena, lead)]
     runs_by_piece = []
     regions: list[Copy | Repack] = []
     alignment, position = _alignment(part, plan), 0
@@ -93,17 +95,19 @@ def staged_regions(
     return runs_by_piece, regions
 
 
-def _moves(part: Range, plan: LoadPlan, arena: Arena) -> Iterator[Copy | Repack]:
-    """What brings each piece from the file's bytes to its place: a copy for one run, else the fields of its blocks."""
+def _moves(part: Range, plan: LoadPlan, arena: Arena, first: int) -> Iterator[Copy | Repack]:
+    """What brings each piece from the file's bytes to its place: a copy for one run, else the fields of its blocks.
+    ``first`` is where the range's first byte lies in the staging memory.
+    """
     for piece in part.pieces:
         entry = plan.entries[piece.entry]
         chunk, start = arena.place(entry.first_slice + piece.part)
         offsets = tuple(start + run.offset for run in piece.runs)
         if len(offsets) == 1:
-            yield Copy(piece.offset, chunk, offsets[0], piece.nbytes)
+            yield Copy(first + piece.offset, chunk, offsets[0], piece.nbytes)
         else:
             fields = tuple(entry.tensor.type.fields.values())
-            yield Repack(piece.offset, chunk, piece.nbytes // sum(fields), fields, offsets)
+            yield Repack(first + piece.offset, chunk, piece.nbytes // sum(fields), fields, offsets)
 
 
 def _alignment(part: Range, plan: LoadPlan) -> int:

@@ -62,7 +62,7 @@ class _Kind(NamedTuple):
 
     arena: str
     in_place: bool
-    """All that goes to the arena is read straight to its place."""
+    """They are read straight to their place."""
 
 
 class Slabs:
@@ -133,7 +133,9 @@ class Slabs:
         return source + (self.staging(part).nbytes if self._plan.is_staged(part) else 0)
 
     def _kind(self, part: Range) -> _Kind:
-        return _Kind(part.arena, part.arena not in self._repacking and self._in_place(part))
+        # Staging memory would be had anew where copied and repacked tensors take turns. Without it, those take nothing.
+        takes_turns = part.arena in self._repacking and self._plan.is_staged(part)
+        return _Kind(part.arena, self._in_place(part) and not takes_turns)
 
     async def charge(self, part: Range) -> None:
         """Wait for the memory of a range, and take it: what the last ones left, or from the budget."""

@@ -77,8 +77,8 @@ def default_workers(*, cached: float) -> int:
     many a quarter is left to the other threads: whoever waits for a processor with the interpreter lock in hand stops all
     (16 processors, H200: 12 workers are faster than 16, and the event loop is 1 ms late at most, not 10).
 
-    From a disk eight at least: while some copy, others must keep it busy (two processors: 1.3 GB/s with 2 and with 4
-    workers, 1.6 with 6 and with 8, 1.5 with 12, of 2.1 that the disk gives).
+    From a disk eight at least: while some get memory, others must keep it busy (two processors with other work to do: 0.52,
+    0.64 and 0.73 of what the disk gives with 4, 6 and 8 workers).
     """
     processors = len(os.sched_getaffinity(0))
     least = 2 if cached > 0.9 else 8
@@ -230,11 +230,8 @@ class Stream:
         device = self._plan.arenas[part.arena].device
         facts = None if device is None else self._plan.devices[device]
         readable = facts is None or not facts.direct or facts.memory == "host"
-        return (
-            self._plan.is_moved(part)
-            and self._sources[part.shard].reads_in_place
-            and (readable or not self._checks.of_tensors)
-        )
+        source = self._sources[part.shard]
+        return self._plan.is_moved(part) and source.reads_in_place(part) and (readable or not self._checks.of_tensors)
 
     async def _grow(self, runs: MemoryObjectSendStream[Sequence[Range]]) -> None:
         """Have memory for the slices of all ranges, in order, some chunks ahead, so that nobody waits for an allocation.

@@ -54,8 +54,10 @@ class FakeDevice:
         return self.chunks[-1]
 
 
-def arena_of(device: FakeDevice, sizes: Sequence[int], *, chunk_bytes: int = 1000) -> ChunkArena:
-    return ChunkArena(name="device", allocate=device.allocate, slice_bytes=sizes, chunk_bytes=chunk_bytes)
+def arena_of(
+    device: FakeDevice, sizes: Sequence[int], *, chunk_bytes: int = 1000, leads: Sequence[int] = ()
+) -> ChunkArena:
+    return ChunkArena(name="device", allocate=device.allocate, slice_bytes=sizes, leads=leads, chunk_bytes=chunk_bytes)
 
 
 def test_grows_when_a_slice_needs_it() -> None:
@@ -82,6 +84,16 @@ def test_a_slice_larger_than_a_chunk_has_one_of_its_own() -> None:
     arena = arena_of(device, [100, 5000, 100])
     arena.grow_to(2)
     assert [chunk.nbytes for chunk in device.chunks] == [100, 5000, 100]
+
+
+def test_a_chunk_leaves_room_in_front_of_its_first_slice() -> None:
+    device = FakeDevice(largest=700)
+    arena = arena_of(device, [400, 300, 100, 900 - 300], leads=[32, 48, 64, 80])
+    arena.grow_to(3)
+    assert [chunk.nbytes for chunk in device.chunks] == [32 + 400, 48 + 300 + 100, 80 + 600]
+    assert [arena.place(i).offset for i in range(4)] == [32, 48, 348, 80]
+    assert arena.used_bytes == arena.planned_bytes == 1400
+    assert arena.allocated_bytes == 1400 + 32 + 48 + 80
 
 
 def test_an_arena_of_nothing() -> None:
@@ -150,12 +162,16 @@ sizes_ = st.lists(st.integers(1, 40).map(lambda n: 16 * n), max_size=40)
 @given(
     sizes=sizes_,
     chunk_bytes=st.sampled_from([1, 64, 500, 1000, 10_000]),
-    largest=st.sampled_from([640, 700, 2000, 1 << 40]),
+    largest=st.sampled_from([690, 700, 2000, 1 << 40]),
+    lead=st.sampled_from([None, 0, 5]),
     steps=st.lists(st.integers(0, 39), max_size=5),
 )
-def test_slices_lie_side_by_side(sizes: list[int], chunk_bytes: int, largest: int, steps: list[int]) -> None:
+def test_slices_lie_side_by_side(
+    sizes: list[int], chunk_bytes: int, largest: int, lead: int | None, steps: list[int]
+) -> None:
     device = FakeDevice(largest=largest)
-    arena = arena_of(device, sizes, chunk_bytes=chunk_bytes)
+    leads = [] if lead is None else [lead + i for i in range(len(sizes))]
+    arena = arena_of(device, sizes, chunk_bytes=chunk_bytes, leads=leads)
     places = {}
     for index in [*(step for step in steps if step < len(sizes)), *range(len(sizes))]:
         if arena.needs_growth(index):
@@ -164,17 +180,20 @@ def test_slices_lie_side_by_side(sizes: list[int], chunk_bytes: int, largest: in
         assert arena.place(index) == places[index], "a slice moved"
         assert arena.used_bytes <= arena.planned_bytes
     by_chunk: dict[int, list[tuple[int, int]]] = {}
+    firsts: dict[int, int] = {}
     for index, size in enumerate(sizes):
         chunk, offset = places[index]
         by_chunk.setdefault(id(chunk), []).append((offset, offset + size))
+        firsts.setdefault(id(chunk), index)
     assert len(by_chunk) == len(arena.chunks)
     for chunk in arena.chunks:
         extents = by_chunk[id(chunk)]
-        assert extents[0][0] == 0
+        assert extents[0][0] == (leads[firsts[id(chunk)]] if leads else 0)
         assert extents[-1][1] == chunk.nbytes, "nothing is left over"
         assert all(one[1] == two[0] for one, two in itertools.pairwise(extents))
         assert len(extents) == 1 or chunk.nbytes <= chunk_bytes
-    assert arena.used_bytes == arena.planned_bytes == arena.allocated_bytes == sum(sizes)
+    assert arena.used_bytes == arena.planned_bytes == sum(sizes)
+    assert arena.allocated_bytes == sum(sizes) + sum(leads[first] for first in firsts.values() if leads)
     arena.close()
     assert device.live == 0
 

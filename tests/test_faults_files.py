@@ -81,7 +81,7 @@ FAULTS: dict[str, dict[str, Action]] = {
     "fstat": errors(errno.EIO),
     "read the header": errors(errno.EIO) | SHORT,
     "preadv": errors(errno.EIO, errno.EFAULT) | SHORT,
-    "preadv O_DIRECT": errors(errno.EIO, errno.EINVAL) | SHORT,
+    "preadv O_DIRECT": errors(errno.EIO, errno.EINVAL, errno.EFAULT) | SHORT,
     "preadv RWF_DONTCACHE": errors(errno.EIO, errno.EOPNOTSUPP) | SHORT,
     "close": errors(errno.EIO),
     "dup": errors(errno.EMFILE),
@@ -90,6 +90,7 @@ FAULTS: dict[str, dict[str, Action]] = {
     "mmap a file": errors(errno.ENOMEM),
     "mmap memory": errors(errno.ENOMEM),
     "madvise POPULATE_READ": errors(errno.EFAULT, errno.ENOMEM, errno.EINVAL, errno.EINTR),
+    "madvise POPULATE_WRITE": errors(errno.EFAULT, errno.ENOMEM, errno.EINVAL, errno.EINTR),
     "madvise DONTNEED": errors(errno.EINVAL, errno.EINTR),
     "madvise WILLNEED": errors(errno.EINVAL),  # where process_madvise is not for oneself, before Linux 6.13
     "madvise RANDOM": errors(errno.EINVAL),
@@ -110,7 +111,7 @@ FAULTS: dict[str, dict[str, Action]] = {
 CALLS = {
     "mmap": {"mmap a file", "madvise POPULATE_READ", "process_vm_readv", "process_madvise POPULATE_READ"},
     "pread": {"preadv", "preadv RWF_DONTCACHE", "memfd_create", "pwrite"},
-    "direct": {"open O_DIRECT", "preadv O_DIRECT", "io_submit", "io_getevents"},
+    "direct": {"open O_DIRECT", "preadv O_DIRECT", "madvise POPULATE_WRITE", "io_submit", "io_getevents"},
 }
 """Calls without which a test of a way would test another one."""
 WORDS = {"fstat": "fstat", "open": "open", "dup": "open", "mmap a file": "mapped"}

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from ggufstream.gguf_file import FileIndex, Shard
 from ggufstream.layouts import Bytes
 from ggufstream.load_plan import DEVICE, LoadPlan
 from ggufstream.options import IOMode
-from ggufstream.pages import PAGE, Residency, filesystem_type
+from ggufstream.pages import MADV_POPULATE_WRITE, PAGE, Residency, filesystem_type
 from ggufstream.ranges import Piece, Range
 from ggufstream.read import Choice, DirectSource, MappedSource, PreadSource, Source, choose_io, open_source
 from tests.plans import Spec, disk_folder, index_of, plan_of, replace_index, write_file
@@ -72,7 +73,7 @@ def source(request: pytest.FixtureRequest, file: File) -> Iterator[Source]:
         yield source
 
 
-def part_of(offset: int, nbytes: int, *, pieces: Sequence[tuple[int, int]] = ()) -> Range:
+def part_of(offset: int, nbytes: int, *, pieces: Sequence[tuple[int, int]] = (), is_congruent: bool = False) -> Range:
     """A range; ``pieces`` as offset and size within it, all of the first tensor."""
     return Range(
         index=0,
@@ -81,7 +82,34 @@ def part_of(offset: int, nbytes: int, *, pieces: Sequence[tuple[int, int]] = ())
         nbytes=nbytes,
         arena=DEVICE,
         pieces=tuple(Piece(entry=0, part=0, offset=o, nbytes=n, runs=()) for o, n in pieces or [(0, nbytes)]),
+        is_verbatim=is_congruent,
+        is_congruent=is_congruent,
     )
+
+
+class Place:
+    """Memory with room for each piece of a range, within pages as in the file, and some bytes between them."""
+
+    def __init__(self, part: Range) -> None:
+        starts = [part.offset + piece.offset for piece in part.pieces]
+        self.memory = anonymous_memory(sum(piece.nbytes + 3 * PAGE for piece in part.pieces), owner="test")
+        self.memory[:] = 0xA5
+        self.want = self.memory.copy()
+        self.views: list[Bytes] = []
+        self._offsets = starts
+        self._places: list[int] = []
+        end = 0
+        for start, piece in zip(starts, part.pieces, strict=True):
+            place = end + 7 + (start - end - 7) % PAGE
+            self.views.append(self.memory[place : place + piece.nbytes])
+            self._places.append(place)
+            end = place + piece.nbytes
+
+    def check(self, data: Bytes) -> None:
+        """The bytes of the file are there, and nothing else was touched."""
+        for offset, place, view in zip(self._offsets, self._places, self.views, strict=True):
+            self.want[place : place + view.size] = data[offset : offset + view.size]
+        np.testing.assert_array_equal(self.memory, self.want)
 
 
 def scratch_for(source: Source, part: Range) -> Bytes | None:
@@ -238,7 +266,100 @@ def test_fetch_into_many_pieces(file: File, count: int) -> None:
 
 def test_direct_reads_do_not_go_to_a_place_of_another_alignment(file: File) -> None:
     with closing(file.open("direct")) as source:
-        assert not source.fetch_into(part_of(START, 100), [np.empty(100, np.uint8)])
+        part = part_of(START, 100)
+        assert not source.reads_in_place(part)
+        assert not source.fetch_into(part, [np.empty(100, np.uint8)])
+        assert source.reads_in_place(part_of(START, 100, is_congruent=True)), "others are not concerned"
+
+
+def test_direct_reads_in_place_at_any_place_of_the_file(folder: Path) -> None:
+    file = File(folder)
+    size = file.shard.size
+    with closing(file.open("direct")) as source:
+
+        @settings(max_examples=150, deadline=None)
+        @given(data=st.data())
+        def check(data: st.DataObject) -> None:
+            near = st.sampled_from([0, 1, START, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE, size - PAGE, size - 1, size])
+            places = st.one_of(near, st.integers(0, size))
+            ends = sorted(set(data.draw(st.lists(places, min_size=2, max_size=8))))
+            pieces = [(a - ends[0], b - a) for a, b in pairwise(ends)]
+            if len(pieces) > 2 and data.draw(st.booleans()):
+                del pieces[1]  # padding, or a tensor that is left out
+            if pieces:
+                nbytes = sum(pieces[-1])
+                part = part_of(ends[0], nbytes, pieces=pieces, is_congruent=True)
+                place = Place(part)
+                assert source.fetch_into(part, place.views)
+                place.check(file.data)
+
+        check()
+        assert (source.mode, source.reason) == ("direct", "test")
+
+
+def test_only_parts_of_pages_are_copied(file: File, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all of it is one call."""
+    calls: list[list[int]] = []
+
+    def preadv(descriptor: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
+        assert is_direct(descriptor)
+        assert offset % PAGE == 0
+        memory = [np.frombuffer(buffer, np.uint8) for buffer in buffers]
+        assert not [m for m in memory if m.ctypes.data % PAGE or m.size % PAGE]
+        inside = (
+            place.memory.ctypes.data <= m.ctypes.data < place.memory.ctypes.data + place.memory.size for m in memory
+        )
+        calls.append([m.size * (1 if found else -1) for m, found in zip(memory, inside, strict=True)])
+        return real_preadv(descriptor, buffers, offset, flags)
+
+    part = part_of(START, 8 * PAGE, pieces=[(0, 3 * PAGE), (3 * PAGE, 5 * PAGE)], is_congruent=True)
+    place = Place(part)
+    monkeypatch.setattr(os, "preadv", preadv)
+    with closing(file.open("direct")) as source:
+        assert source.fetch_into(part, place.views)
+        place.check(file.data)
+        assert calls == [[-PAGE, 2 * PAGE, -PAGE, 4 * PAGE, -PAGE]]
+        calls.clear()
+        part = part_of(PAGE, 2 * PAGE, is_congruent=True)
+        place = Place(part)
+        assert source.fetch_into(part, place.views)
+        assert calls == [[2 * PAGE]]
+
+
+def test_many_pieces_in_place(file: File) -> None:
+    """More than the system takes in a call."""
+    pieces = [(i * 24, 20) for i in range(1500)]
+    part = part_of(START, 1499 * 24 + 20, pieces=pieces, is_congruent=True)
+    place = Place(part)
+    with closing(file.open("direct")) as source:
+        assert source.fetch_into(part, place.views)
+    place.check(file.data)
+
+
+def test_memory_that_does_not_begin_with_a_page(file: File) -> None:
+    """A driver's may begin anywhere: what the plan has laid out within pages lies otherwise then."""
+    part = part_of(START, 5 * PAGE, is_congruent=True)
+    with closing(file.open("direct")) as source:
+        assert not source.fetch_into(part, [anonymous_memory(6 * PAGE, owner="test")[START + 16 :][: 5 * PAGE]])
+        assert source.reason == "test; the driver's memory does not begin with a page, so bytes are copied there"
+        assert not source.reads_in_place(part)
+        assert fetched(source, part) == file.data[START : START + 5 * PAGE].tobytes()
+        assert source.mode == "direct"
+
+
+def test_memory_is_had_before_the_disk_is_asked(file: File, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> None:
+        asked.append(arguments[1])
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    asked: list[int] = []
+    monkeypatch.setattr("ggufstream.read.advise", refuse)
+    part = part_of(START, 5 * PAGE, is_congruent=True)
+    place = Place(part)
+    with closing(file.open("direct")) as source:
+        assert source.fetch_into(part, place.views), "an old kernel does without"
+    place.check(file.data)
+    assert MADV_POPULATE_WRITE in asked
 
 
 def test_memory_that_the_kernel_cannot_write_is_filled_another_way(file: File, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,6 +381,17 @@ def test_memory_that_the_kernel_cannot_write_is_filled_another_way(file: File, m
         assert not source.fetch_into(part, [np.empty(100, np.uint8), device[: 2 * PAGE - 100]])
         assert not source.fetch_into(part, [device[:100], device[100 : 2 * PAGE]])
         assert fetched(source, part) == file.data[START : START + 2 * PAGE].tobytes()
+    device = anonymous_memory(4 * PAGE, owner="test")
+    first, end = device.ctypes.data, device.ctypes.data + device.size
+    with closing(file.open("direct")) as source:
+        part = part_of(START, 3 * PAGE, is_congruent=True)
+        assert source.reads_in_place(part)
+        for _ in range(2):
+            assert not source.fetch_into(part, [device[START : START + 3 * PAGE]])
+            assert not source.reads_in_place(part)
+        assert source.reason == "test; the driver's memory cannot be read into, so bytes are copied there"
+        assert fetched(source, part) == file.data[START : START + 3 * PAGE].tobytes()
+        assert source.mode == "direct"
 
 
 # --- What the system may do -----------------------------------------------------------------------------------------
@@ -271,8 +403,11 @@ def test_short_reads(file: File, mode: IOMode, step: int, monkeypatch: pytest.Mo
         monkeypatch.setattr(os, "preadv", piecewise(step))
         nbytes = 5 * PAGE if step > 1 else 300
         for offset in (0, 1, START, PAGE, PAGE + 7, file.shard.size - nbytes):
-            part = part_of(offset, nbytes)
+            part = part_of(offset, nbytes, is_congruent=True)
             assert fetched(source, part) == file.data[offset : offset + nbytes].tobytes()
+            place = Place(part)
+            assert source.fetch_into(part, place.views)
+            place.check(file.data)
         assert source.mode == mode
 
 
@@ -298,7 +433,13 @@ def test_short_direct_reads_within_a_page(file: File, monkeypatch: pytest.Monkey
 
     with closing(file.open("direct")) as source:
         monkeypatch.setattr(os, "preadv", preadv)
-        assert fetched(source, part_of(5, 8 * PAGE)) == file.data[5 : 5 + 8 * PAGE].tobytes()
+        part = part_of(5, 8 * PAGE, is_congruent=True)
+        assert fetched(source, part) == file.data[5 : 5 + 8 * PAGE].tobytes()
+        assert asked == [0, 2 * PAGE, 4 * PAGE, 6 * PAGE]
+        asked.clear()
+        place = Place(part)
+        assert source.fetch_into(part, place.views)
+        place.check(file.data)
     assert asked == [0, 2 * PAGE, 4 * PAGE, 6 * PAGE]
 
 
@@ -315,20 +456,19 @@ def test_a_disk_error_names_tensor_and_offset(file: File, mode: IOMode, monkeypa
 
     monkeypatch.setattr(os, "preadv", preadv)
     with closing(file.open(mode)) as source:
-        part = file.plan.ranges[0]
+        part = replace(file.plan.ranges[0], is_congruent=True)
         assert part.nbytes > bad
-        with pytest.raises(UnreadableFileError) as caught:
+        with pytest.raises(UnreadableFileError) as fetching:
             fetched(source, part)
-        if mode == "pread":
-            with pytest.raises(UnreadableFileError):
-                source.fetch_into(part, [np.empty(piece.nbytes, np.uint8) for piece in part.pieces])
-    error = caught.value
-    assert (error.tensor, error.offset, error.errno, error.file) == ("second", bad, errno.EIO, str(file.path))
-    assert error.__cause__ is None
-    assert error.__suppress_context__
-    assert "second" in str(error)
-    assert f"{bad:,}" in str(error)
-    assert error.remedy
+        with pytest.raises(UnreadableFileError) as in_place:
+            source.fetch_into(part, Place(part).views)
+    for error in (fetching.value, in_place.value):
+        assert (error.tensor, error.offset, error.errno, error.file) == ("second", bad, errno.EIO, str(file.path))
+        assert error.__cause__ is None
+        assert error.__suppress_context__
+        assert "second" in str(error)
+        assert f"{bad:,}" in str(error)
+        assert error.remedy
 
 
 def test_o_direct_refused_at_open(file: File, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,6 +508,14 @@ def test_o_direct_refused_at_the_first_read(file: File, monkeypatch: pytest.Monk
         memory = np.empty(5000, np.uint8)
         assert source.fetch_into(part, [memory]), "through the page cache any place will do"
         assert memory.tobytes() == file.data[PAGE + 7 :][:5000].tobytes()
+    with closing(file.open("direct")) as source:
+        part = part_of(PAGE + 7, 9000, pieces=[(0, 10), (500, 8500)], is_congruent=True)
+        for _ in range(2):
+            place = Place(part)
+            assert source.fetch_into(part, place.views)
+            place.check(file.data)
+        assert source.mode == "pread"
+        assert source.reason.count("refused O_DIRECT at the first read") == 1
 
 
 def test_a_last_read_refused_in_the_middle_of_a_range(file: File, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,6 +527,14 @@ def test_a_last_read_refused_in_the_middle_of_a_range(file: File, monkeypatch: p
     with closing(file.open("direct")) as source:
         monkeypatch.setattr(os, "preadv", preadv)
         assert fetched(source, part_of(3, 5 * PAGE)) == file.data[3 : 3 + 5 * PAGE].tobytes()
+    monkeypatch.undo()
+    with closing(file.open("direct")) as source:
+        monkeypatch.setattr(os, "preadv", preadv)
+        part = part_of(3, 5 * PAGE, is_congruent=True)
+        place = Place(part)
+        assert source.fetch_into(part, place.views)
+        place.check(file.data)
+        assert source.mode == "pread"
 
 
 def test_memory_file_systems() -> None:
@@ -401,18 +557,17 @@ def test_truncated_meanwhile(folder: Path, mode: IOMode, left: int) -> None:
     file = File(folder, name=f"cut-{mode}-{left}.gguf")
     with closing(file.open(mode)) as source:
         os.truncate(file.path, left)
-        part = file.plan.ranges[0]
-        with pytest.raises(TruncatedFileError) as caught:
+        part = replace(file.plan.ranges[0], is_congruent=True)
+        with pytest.raises(TruncatedFileError) as fetching:
             fetched(source, part)
-        error = caught.value
-        assert error.available == left
-        assert error.needed == part.offset + part.nbytes
-        assert error.offset == left
-        assert error.tensor == file.plan.tensor_at(part, left)
-        assert "truncated meanwhile" in str(error)
-        if mode == "pread":
-            with pytest.raises(TruncatedFileError):
-                source.fetch_into(part, [np.empty(piece.nbytes, np.uint8) for piece in part.pieces])
+        with pytest.raises(TruncatedFileError) as in_place:
+            source.fetch_into(part, Place(part).views)
+        for error in (fetching.value, in_place.value):
+            assert error.available == left
+            assert error.needed == part.offset + part.nbytes
+            assert error.offset == left
+            assert error.tensor == file.plan.tensor_at(part, left)
+            assert "truncated meanwhile" in str(error)
 
 
 @pytest.mark.parametrize("mode", ["pread", "direct", "mmap"])

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from ggufstream.backends.arena import ChunkArena
-from ggufstream.backends.host_memory import Counter, HostChunk
+from ggufstream.backends.base import Copy
+from ggufstream.backends.host_memory import Counter, HostChunk, HostStaging
 from ggufstream.load_plan import DEVICE
-from ggufstream.repack import destinations, joined, pack, pieces
+from ggufstream.pages import PAGE
+from ggufstream.repack import destinations, joined, pack, pieces, staged_bytes, staged_regions
 from tests.plans import Device, Spec, index_of, plan_of
 
 NAMES = [f"blk.{i}.attn_norm.weight" for i in range(12)]
@@ -60,3 +62,30 @@ def test_neighbours_are_joined_where_they_lie_as_in_the_file(
                 for at in (0, piece.nbytes - 1):
                     assert load_plan.tensor_at(whole, part.offset + piece.offset + at) == name
         assert found == expected
+
+
+def test_in_staging_memory_bytes_lie_as_in_the_pages_of_the_file() -> None:
+    """So that whole pages can be read straight to it."""
+    index = index_of(
+        [Spec(name, dims=(10 + 700 * i,), gap=32 * (i == 7)) for i, name in enumerate(NAMES)], alignment=32
+    )
+    load_plan = plan_of(index, Device("discrete-24g"), range_bytes=10_000)
+    counter = Counter()
+    arena = ChunkArena(
+        name=DEVICE,
+        allocate=lambda nbytes: HostChunk(nbytes, owner="test", counter=counter),
+        slice_bytes=load_plan.arenas[DEVICE].slice_bytes,
+        chunk_bytes=1 << 20,
+    )
+    assert max(len(part.pieces) for part in load_plan.ranges) > 1
+    with closing(arena):
+        arena.grow_to(len(NAMES) - 1)
+        for part in load_plan.ranges:
+            assert load_plan.lies_in_pages(part)
+            with closing(HostStaging(staged_bytes(part, load_plan), owner="test", counter=counter)) as staging:
+                runs, regions = staged_regions(part, load_plan, arena, staging)
+                for piece, (run,), copy in zip(part.pieces, runs, regions, strict=True):
+                    at = run.ctypes.data - staging.view.ctypes.data
+                    assert at % PAGE == (part.offset + piece.offset) % PAGE
+                    assert isinstance(copy, Copy)
+                    assert (copy.source_offset, copy.nbytes) == (at, piece.nbytes) == (at, run.size)

@@ -123,10 +123,10 @@ def _largest(record: DeviceRecord, available: int) -> int:
 
 def _capabilities(record: DeviceRecord, arena: MemoryType, heap: MemoryHeap, *, mapped: bool) -> Capabilities:
     limits = record.limits
-    alignment = math.lcm(
-        16, limits.min_storage_buffer_offset_alignment or 1, limits.optimal_buffer_copy_offset_alignment or 1
-    )
-    if mapped and not arena.coherent:
+    alignment = math.lcm(16, limits.min_storage_buffer_offset_alignment or 1)
+    if not mapped:
+        alignment = math.lcm(alignment, limits.optimal_buffer_copy_offset_alignment or 1)
+    elif not arena.coherent:
         alignment = math.lcm(alignment, limits.non_coherent_atom_size or 1)
     max_chunk = max(_largest(record, heap.available) // alignment * alignment, alignment)
     # Integrated and software devices have no memory of their own, whatever their heaps are called.
