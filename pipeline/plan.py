@@ -31,6 +31,8 @@ from ggufstream.roles import Role, roles
 
 __all__ = ["check_tables", "make_plan"]
 
+_HUGE_PAGE = 2 << 20
+
 HOST_ALIGNMENT = 32
 """Of slices in host memory: what files have, so that they can lie within a page as in the file."""
 
@@ -85,8 +87,7 @@ def make_plan(
             entries=tuple(entries[i] for i in range(len(chosen))),
             ranges=cut(
                 _sources(order, entries, arenas, _floors(index.tensors)),
-                # A range in flight takes its file bytes, its packed bytes too where staged, and several are in flight.
-                limit=min(options.range_bytes, (options.staging_bytes or STAGING_BYTES) // 8),
+                limit=_limit(options),
                 # Padding between neighbours is less than one alignment unit; nothing larger is read along.
                 max_gap=index.alignment - 1,
             ),
@@ -101,6 +102,13 @@ def make_plan(
         crowded |= more
         load_plan = decided(crowded)
     return load_plan
+
+
+def _limit(options: LoadOptions) -> int:
+    """Bytes of a range: in flight it takes its file bytes, its packed bytes too where staged, and several are in flight."""
+    limit = min(options.range_bytes, (options.staging_bytes or STAGING_BYTES) // 8)
+    # With what lies before it in its first page it should fit into whole huge pages.
+    return limit - PAGE if limit >= _HUGE_PAGE else limit
 
 
 def check_tables(load_plan: LoadPlan, options: LoadOptions) -> None:
