@@ -63,8 +63,8 @@ files have some dozens, none, and, with each expert of a large mixture apart, 46
 _TENSOR_MIN, _KEY_VALUE_MIN, _STRING_MIN = 24, 13, 8  # the least bytes that a record can take
 _PREAMBLE = struct.Struct("<4sIQQ")  # magic, version, tensors, key-value pairs
 _U32 = struct.Struct("<I")
-_KIND_AND_OFFSET = [struct.Struct(f"<{8 * n + 4}sQ") for n in range(MAX_DIMS + 1)]
-"""Dimensions and type, which many tensors share, and the offset, by the number of dimensions."""
+_AFTER_NAME = [struct.Struct(f"<I{8 * n + 4}sQ") for n in range(MAX_DIMS + 1)]
+"""Number of dimensions; dimensions and type, which many tensors share; and the offset: by the number of dimensions."""
 _PROBABLY_CORRUPT = "The header is probably corrupt; download the file again."
 _RECORD_WORK = 16  # a key or an inner array takes as long as so many strings in an array
 _RECORDS_A_PAUSE = 256
@@ -102,10 +102,14 @@ def parse_header(path: str, file_size: int) -> Steps[Header]:
     return (yield from _Parser(path, file_size).run())
 
 
+_Record: TypeAlias = tuple[str] | tuple[str, str] | tuple[str, int, int]
+"""What it is, and its name, or its number and how many there are."""
+_Kind: TypeAlias = tuple[GGMLType, tuple[int, ...], int]
+"""Type, dimensions and bytes of a tensor."""
+
+
 class _Parser:
-    """The bytes seen so far and the place in them. ``record`` is the one at work, for messages: what it is, and its name,
-    or its number and how many there are.
-    """
+    """The bytes seen so far and the place in them. ``record`` is the one at work, for messages."""
 
     __slots__ = ("data", "inner_arrays", "path", "pos", "record", "size", "work")
 
@@ -114,7 +118,7 @@ class _Parser:
         self.size = size
         self.data = bytearray()
         self.pos = 0
-        self.record: tuple[str] | tuple[str, str] | tuple[str, int, int] = ("header",)
+        self.record: _Record = ("header",)
         self.inner_arrays = 0
         self.work = 0  # strings and other small steps since the last pause
 
@@ -123,17 +127,15 @@ class _Parser:
         metadata = yield from self._metadata(n_pairs)
         alignment = self._alignment(metadata)
         self._claim(f"tensor count {n_tensors}", n_tensors, _TENSOR_MIN)
-        records = yield from self._tensor_table(n_tensors)
+        names, kinds, offsets = yield from self._tensor_table(n_tensors)
         end = self.pos
         del self.data[end:]
         data_offset = end + -end % alignment
-        tensors = sorted(
-            [
-                TensorInfo(name, type_, dims, 0, data_offset + offset, nbytes)
-                for name, type_, dims, nbytes, offset in records
-            ],
-            key=attrgetter("offset"),
-        )
+        tensors = [  # TensorInfo() takes twice as long
+            tuple.__new__(TensorInfo, (name, type_, dims, 0, data_offset + offset, nbytes))
+            for name, (type_, dims, nbytes), offset in zip(names, kinds, offsets, strict=True)
+        ]
+        tensors.sort(key=attrgetter("offset"))
         if n_tensors >= _RECORDS_A_PAUSE:
             yield 0
         settled, warnings = settle_q2_0(self.path, self.size, tensors, alignment=alignment)
@@ -341,67 +343,77 @@ class _Parser:
             raise self._malformed(f"general.alignment is {value}, too large: the limit is {MAX_ALIGNMENT}")
         return value
 
-    def _tensor_table(self, n_tensors: int) -> Steps[list[tuple[str, GGMLType, tuple[int, ...], int, int]]]:
-        """Name, type, dimensions, bytes and offset of each tensor. A hot loop: there may be tens of thousands."""
-        data, u32, u64 = self.data, _U32.unpack_from, U64.unpack_from
-        pos, have = self.pos, len(data)
-        records: list[tuple[str, GGMLType, tuple[int, ...], int, int]] = []
+    def _tensor_table(self, n_tensors: int) -> Steps[tuple[list[str], list[_Kind], list[int]]]:
+        """Name, kind and offset of each tensor. A hot loop: there may be tens of thousands."""
+        data, u64 = self.data, U64.unpack_from
+        pos, have, n_dims = self.pos, len(data), 0
+        unpack, size = _AFTER_NAME[n_dims].unpack_from, _AFTER_NAME[n_dims].size
+        names: list[str] = []
+        kinds: list[_Kind] = []
+        offsets: list[int] = []
         seen: set[str] = set()
-        kinds: dict[bytes, tuple[GGMLType, tuple[int, ...], int]] = {}
-        """Type, dimensions and bytes, by what the file says of both: many tensors are alike."""
+        known: dict[bytes, _Kind] = {}
+        """By what the file says of it: many tensors are alike."""
         for index in range(n_tensors):
-            self.record = "tensor", index + 1, n_tensors
-            start = pos
-            if pos + 8 > have:
-                have = yield from self._more(pos, 8, "tensor name length")
-            pos += 8
-            end = pos + u64(data, start)[0]
-            if end > have:
-                have = yield from self._more(pos, end - pos, "tensor name")
-            name = decode_text(data[pos:end])
-            pos = end
-            if isinstance(name, bytes):
-                raise self._malformed(f"{self.where} has a name that is not UTF-8: {quoted(name)}", offset=start)
-            if not name:
-                raise self._malformed(f"{self.where} has an empty name", offset=start)
+            start = pos + 8
+            end = start + u64(data, pos)[0] if start <= have else have
+            if end + _AFTER_NAME[-1].size > have:
+                self.record, self.pos = ("tensor", index + 1, n_tensors), pos
+                end, n_dims = yield from self._tensor_record()
+                unpack, size = _AFTER_NAME[n_dims].unpack_from, _AFTER_NAME[n_dims].size
+                have = len(data)
+            name = decode_text(data[start:end])
+            if not name or isinstance(name, bytes):
+                wrong = f"a name that is not UTF-8: {quoted(name)}" if name else "an empty name"
+                raise self._malformed(f"tensor {index + 1} of {n_tensors} has {wrong}", offset=pos)
             if name in seen:
-                raise self._malformed(f"duplicate tensor {quoted(name)}: it is there twice", tensor=name, offset=start)
+                raise self._malformed(f"duplicate tensor {quoted(name)}: it is there twice", tensor=name, offset=pos)
             seen.add(name)
-            self.record = "tensor", name
-            if pos + 4 > have:
-                have = yield from self._more(pos, 4, "dimension count")
-            n_dims = u32(data, pos)[0]
-            if n_dims > MAX_DIMS:
-                what = f"{self.where} has {n_dims} dimensions (n_dims), the format allows {MAX_DIMS}"
-                raise self._malformed(what, tensor=name, offset=pos)
-            pos += 4
-            fields = _KIND_AND_OFFSET[n_dims]
-            end = pos + fields.size
-            if end > have:
-                for what, size in (("dimensions", 8 * n_dims), ("type", 4), ("offset", 8)):
-                    have = yield from self._more(pos, size, what)
-                    pos += size
-            kind, offset = fields.unpack_from(data, end - fields.size)
-            pos = end
-            known = kinds.get(kind)
-            if known is None:
-                self.pos = pos
-                known = kinds[kind] = self._kind(name, kind)
-            records.append((name, *known, offset))
+            found, said, offset = unpack(data, end)
+            if found != n_dims:  # mostly, tensors have as many as the one before
+                n_dims = self._n_dims(found, end, name)
+                unpack, size = _AFTER_NAME[n_dims].unpack_from, _AFTER_NAME[n_dims].size
+                _, said, offset = unpack(data, end)
+            pos = end + size
+            kind = known.get(said)
+            if kind is None:
+                self.record, self.pos = ("tensor", name), pos
+                kind = known[said] = self._kind(name, said)
+            names.append(name)
+            kinds.append(kind)
+            offsets.append(offset)
             if index % _RECORDS_A_PAUSE == _RECORDS_A_PAUSE - 1:
                 yield 0
         self.pos = pos
-        return records
+        return names, kinds, offsets
 
-    def _more(self, pos: int, n: int, what: str) -> Steps[int]:
-        """Have ``n`` bytes from ``pos`` on; how many there are in all."""
-        self.pos = pos
-        yield from self._need(n, what)
-        return len(self.data)
+    def _tensor_record(self) -> Steps[tuple[int, int]]:
+        """Have all of a tensor's record, field by field, as the file may end in it.
 
-    def _kind(self, name: str, kind: bytes) -> tuple[GGMLType, tuple[int, ...], int]:
-        """Type, dimensions and bytes of a tensor, of its dimensions and type as in the file."""
-        *dims, type_id = struct.unpack(f"<{len(kind) // 8}QI", kind)
+        Returns:
+            Where its name ends, and how many dimensions it has.
+        """
+        length = yield from self._u64("tensor name length")
+        yield from self._need(length, "tensor name")
+        name = decode_text(self.data[self.pos : self.pos + length])
+        end = self.pos = self.pos + length
+        if name and isinstance(name, str):  # else the caller refuses it
+            self.record = "tensor", name
+        n_dims = self._n_dims((yield from self._u32("dimension count")), end, name)
+        for what, size in (("dimensions", 8 * n_dims), ("type", 4), ("offset", 8)):
+            yield from self._need(size, what)
+            self.pos += size
+        return end, n_dims
+
+    def _n_dims(self, count: int, pos: int, name: str | bytes) -> int:
+        if count > MAX_DIMS:
+            what = f"tensor {quoted(name)} has {count} dimensions (n_dims), the format allows {MAX_DIMS}"
+            raise self._malformed(what, tensor=name if isinstance(name, str) else None, offset=pos)
+        return count
+
+    def _kind(self, name: str, said: bytes) -> _Kind:
+        """The kind of a tensor, of its dimensions and type as in the file."""
+        *dims, type_id = struct.unpack(f"<{len(said) // 8}QI", said)
         type_ = self._tensor_type(name, type_id)
         return type_, tuple(dims), self._nbytes(name, type_, tuple(dims))
 

@@ -10,7 +10,6 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 from ggufstream.errors import MalformedFileError, TruncatedFileError, UnsupportedFileError
@@ -168,20 +167,25 @@ def check_layout(
         TruncatedFileError: a tensor ends after the file.
         MalformedFileError: tensors overlap, or an offset is not a multiple of the alignment.
     """
-    filled = [t for t in tensors if t.nbytes]
+    used, last = data_offset, None
+    overlap: tuple[TensorInfo, TensorInfo] | None = None
     for tensor in tensors:
-        if tensor.offset + tensor.nbytes > size or (tensor.offset - data_offset) % alignment:
+        _, _, _, _, offset, nbytes = tensor
+        if offset + nbytes > size or (offset - data_offset) % alignment:
             _check_range(path, size, tensor, data_offset=data_offset, alignment=alignment)
-    for first, second in pairwise(filled):
-        if first.offset + first.nbytes > second.offset:
-            raise MalformedFileError(
-                f"tensors {_extent(first)} and {_extent(second)} overlap",
-                file=path,
-                tensor=first.name,
-                offset=second.offset,
-                remedy="The file is corrupt, or uses types of a fork of ggml under the same numbers.",
-            )
-    used = filled[-1].offset + filled[-1].nbytes if filled else data_offset
+        if nbytes:
+            if last is not None and offset < used:
+                overlap = overlap or (last, tensor)
+            used, last = offset + nbytes, tensor
+    if overlap is not None:
+        first, second = overlap
+        raise MalformedFileError(
+            f"tensors {_extent(first)} and {_extent(second)} overlap",
+            file=path,
+            tensor=first.name,
+            offset=second.offset,
+            remedy="The file is corrupt, or uses types of a fork of ggml under the same numbers.",
+        )
     extra = size - (used + -used % alignment)
     return (f"{path}: {extra} bytes after the last tensor are not used",) if extra > 0 else ()
 
