@@ -6,7 +6,6 @@ Serves every backend whose arithmetic is the host's, and rows that the host take
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -104,4 +103,4 @@ def _unpack(part: Slice, groups: RowIds, first: int, count: int, view: Bytes, re
         out = result.reshape(-1, run.nbytes) if layout.verbatim else None
         packed.append(np.take(stretches, groups, axis=0, out=out, mode="clip").reshape(-1))
     if not layout.verbatim:
-        layout.unpack(replace(extent, rows=groups.size * count), packed, result.reshape(-1))
+        layout.unpack(extent._replace(rows=groups.size * count), packed, result.reshape(-1))

@@ -69,6 +69,8 @@ class Intent(enum.Flag):
     LOOKUP = enum.auto()
     """A table that is read by row."""
 
+    __hash__ = object.__hash__  # there is one of each; enum's own is written in Python, and plans ask tens of thousands
+
     def __str__(self) -> str:
         return "|".join(flag.name or "" for flag in self)
 

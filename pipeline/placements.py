@@ -73,6 +73,9 @@ class Overrides:
         self._overrides = [_parse(pattern, where, devices) for pattern, where in overrides]
         self._unmatched = dict.fromkeys(range(len(self._overrides)))
 
+    def __len__(self) -> int:
+        return len(self._overrides)
+
     def find(self, name: str) -> _Override | None:
         """The first override whose pattern is found in ``name``."""
         found = None
@@ -110,6 +113,7 @@ class Decider:
 
     Args:
         backends: The devices.
+        capabilities: Of each.
         options: The caller's options.
         overrides: The caller's overrides, parsed.
         unmappable: Shards on network file systems, which are only mapped on demand.
@@ -119,16 +123,17 @@ class Decider:
     def __init__(
         self,
         backends: Sequence[Backend],
+        capabilities: Sequence[Capabilities],
         options: LoadOptions,
         overrides: Overrides,
         unmappable: Collection[int] = (),
         crowded: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         self._backends = backends
-        self._capabilities = [backend.capabilities for backend in backends]
+        self._capabilities = capabilities
         self._map_alignment = math.lcm(*(device.map_alignment for device in self._capabilities))
         self._options = options
-        self._overrides = overrides
+        self._overrides = overrides or None
         self._unmappable = unmappable
         self._crowded = crowded
         self._decisions: dict[tuple[object, ...], Decision] = {}
@@ -152,9 +157,12 @@ class Decider:
         Raises:
             OptionError: An override asks for what cannot be.
         """
-        override = self._overrides.find(tensor.name)  # asked in any case: a pattern that only meets lazy tables matches
-        place = tensor.shard in self._unmappable, tensor.offset % self._map_alignment
-        alike = (tensor.type, tensor.dims, role.intent, role.known, layer_device, override, place)
+        name, type_, dims, shard, offset, _ = tensor
+        # Asked in any case: a pattern that only meets lazy tables matches.
+        override = None if self._overrides is None else self._overrides.find(name)
+        intent, _, known = role
+        remote, shift = shard in self._unmappable, offset % self._map_alignment
+        alike = (type_, dims, intent, known, layer_device, override, remote, shift)
         decision = self._decisions.get(alike)
         if decision is None:
             decision = self._decisions[alike] = self._decide(tensor, role, layer_device, override)

@@ -103,34 +103,41 @@ def cut(slices: Iterable[SliceSource], *, limit: int, max_gap: int) -> tuple[Ran
             )
             pieces.clear()
 
-    for source in slices:
-        alike = source.extent, source.layout
-        kind = kinds.get(alike)
+    for entry, part, to_arena, of_shard, offset, floor, extent, layout, congruent in slices:
+        kind = kinds.get((extent, layout))
         if kind is None:
-            kind = kinds[alike] = _kind(*alike, limit)
-        first, offset = 0, source.offset
-        while first < kind.blocks:
+            kind = kinds[extent, layout] = _kind(extent, layout, limit)
+        blocks, block_bytes, whole, packed_bytes, _, largest, most = kind
+        left = blocks
+        while left:
             joins = (
                 pieces
-                and (shard, arena) == (source.shard, source.arena)
-                and (offset == end or source.floor <= end < offset <= end + max_gap)
+                and (offset == end or floor <= end < offset <= end + max_gap)
+                and shard == of_shard
+                and arena == to_arena
                 and len(pieces) < MAX_PIECES
             )
-            count = kind.within(first, limit - max(offset - start, packed)) if joins else 0
+            count = 0
+            if joins:
+                room = limit - max(offset - start, packed)
+                count = left if left * largest <= room else kind.within(room)
             if count == 0:
                 close()
-                shard, arena, start, packed = source.shard, source.arena, offset, 0
+                shard, arena, start, packed = of_shard, to_arena, offset, 0
                 is_verbatim = only_moves = is_congruent = True
-                count = min(kind.blocks - first, kind.most)
-            nbytes = count * kind.block_bytes
-            runs = kind.runs if count == kind.blocks else source.layout.runs(source.extent, first, count)
-            pieces.append(Piece(source.entry, source.part, offset - start, nbytes, runs))
-            first, offset = first + count, offset + nbytes
-            end = offset
-            packed += kind.packed_bytes if count == kind.blocks else sum(run.nbytes for run in runs)
-            is_verbatim &= source.layout.verbatim
-            only_moves &= source.layout.only_moves
-            is_congruent &= source.is_congruent
+                count = min(left, most)
+            nbytes, runs, added = count * block_bytes, whole, packed_bytes
+            if count < blocks:
+                runs = layout.runs(extent, blocks - left, count)
+                added = sum(run.nbytes for run in runs)
+            piece = entry, part, offset - start, nbytes, runs
+            pieces.append(tuple.__new__(Piece, piece))  # Piece() takes twice as long
+            left -= count
+            offset = end = offset + nbytes
+            packed += added
+            is_verbatim &= layout.verbatim
+            only_moves &= layout.only_moves
+            is_congruent &= congruent
     close()
     return tuple(ranges)
 
@@ -151,11 +158,8 @@ class _Kind(NamedTuple):
     most: int
     """Blocks that a range takes."""
 
-    def within(self, first: int, room: int) -> int:
-        """How many blocks from ``first`` on go into a range that has ``room`` bytes left; none if they are few."""
-        left = self.blocks - first
-        if left * self.largest <= room:
-            return left
+    def within(self, room: int) -> int:
+        """How many of more blocks go into a range that has ``room`` bytes left; none if they are few."""
         count = room // (self.unit * self.largest) * self.unit
         return count if count >= self.most // 4 else 0
 

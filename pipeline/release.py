@@ -48,9 +48,9 @@ class Releaser:
         self._kept: list[list[tuple[int, int]]] = [[] for _ in sources]
         for part in plan.ranges:
             self._border[part.shard].update(_border_pages(part.offset, part.nbytes))
-        for entry in plan.entries:
-            tensor = entry.tensor
-            if entry.placement is Placement.ROWS and tensor.nbytes:  # an empty one may lie anywhere
+        rows = Placement.ROWS
+        for tensor in [entry.tensor for entry in plan.entries if entry.placement is rows]:
+            if tensor.nbytes:  # an empty one may lie anywhere
                 self._keep(tensor.shard, *page_span(tensor.offset, tensor.nbytes))
         for arena in plan.arenas.values():
             for span in arena.spans:

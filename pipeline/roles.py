@@ -48,6 +48,7 @@ _BINDABLE_WORD = re.compile(
 _NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.|$)")
 _MAX_DIGITS = 9
 """Of a layer's number: so many stay below ``_LAYER_LAST``, and keep hostile names out of ``int()``."""
+_BLOCK = re.compile(rf"blk\.([0-9]{{1,{_MAX_DIGITS}}})\.")
 _FIRST = frozenset(
     {"token_embd", "token_embd_norm", "per_layer_token_embd", "token_types", "position_embd", "rope_freqs"}
 )
@@ -105,7 +106,27 @@ def roles(names: Iterable[str]) -> dict[str, Role]:
 
     All names are needed at once: ``token_embd`` is also the output matrix where the file has no ``output.weight``.
     """
-    result = {name: _role(name) for name in names}
+    result: dict[str, Role] = {}
+    kinds: dict[str, Role] = {}
+    """By what follows the number of a block."""
+    block, layer = "", 0
+    alike: dict[Role, Role] = {}
+    """Roles of this block, by kind: fewer objects than tensors."""
+    for name in names:
+        if not block or not name.startswith(block):
+            found = _BLOCK.match(name)
+            if found is None:
+                result[name] = _role(name)
+                continue
+            block, layer, alike = found[0], int(found[1]), {}
+        rest = name[len(block) :]
+        kind = kinds.get(rest)
+        if kind is None:
+            kind = kinds[rest] = _role(name)._replace(layer=0)
+        role = alike.get(kind)
+        if role is None:
+            role = alike[kind] = kind._replace(layer=layer)
+        result[name] = role
     if "token_embd.weight" in result and "output.weight" not in result:
         tied = result["token_embd.weight"]
         result["token_embd.weight"] = tied._replace(intent=tied.intent | Intent.LINEAR)

@@ -88,7 +88,8 @@ class RowTables:
         self._readers = Readers(READERS)
         self._tables: dict[str, RowTable] = {}
         self._opening = threading.Lock()
-        entries = [e for e in plan.entries if Intent.LOOKUP in e.intent and e.tensor.type.name in DECODABLE]
+        lookups = {intent for intent in {entry.intent for entry in plan.entries} if Intent.LOOKUP in intent}
+        entries = [e for e in plan.entries if e.intent in lookups and e.tensor.type.name in DECODABLE]
         self._entries = {entry.tensor.name: entry for entry in entries}
         in_file = [entry for entry in entries if entry.placement is Placement.ROWS]
         self._caches = _shares(in_file, cache_bytes)

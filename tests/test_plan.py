@@ -17,7 +17,7 @@ from gguf.constants import TENSOR_NAMES
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ggufstream.backends.base import Backend, Intent
+from ggufstream.backends.base import Backend, Capabilities, Intent
 from ggufstream.errors import OptionError, OutOfDeviceMemoryError, UnsupportedByDeviceError
 from ggufstream.ggml_types import BY_ID, GGMLType
 from ggufstream.gguf_file import FileIndex
@@ -92,6 +92,21 @@ def test_planning_touches_no_file_and_allocates_nothing(index: FileIndex, monkey
     load_plan.to_dict()
     monkeypatch.undo()
     assert backend.statistics()["peak_bytes"] == backend.statistics()["staging_bytes"] == 0
+
+
+def test_a_device_is_asked_once_what_it_can(index: FileIndex) -> None:
+    """What it has free may change in between, and the host's is slow to tell."""
+    asked = []
+
+    class Asked(Device):
+        @property
+        def capabilities(self) -> Capabilities:
+            asked.append(self)
+            return super().capabilities
+
+    backend = Asked()
+    plan_of(index, backend)
+    assert asked == [backend]
 
 
 # --- Intent, layout, placement --------------------------------------------------------------------------------------

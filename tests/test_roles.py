@@ -151,3 +151,12 @@ def test_layers_are_in_the_order_of_a_forward_pass() -> None:
 
 def test_the_layer_of_an_unknown_name_in_a_block_is_that_block() -> None:
     assert role("blk.4.new_thing.weight") == Role(intent=BINDABLE, layer=4, known=False)
+
+
+def test_a_role_does_not_depend_on_the_names_before_it() -> None:
+    """Names of one block, or alike in all but its number, are looked up once."""
+    rests = ("attn_q.weight", "attn_norm.weight", "attn_q.bias", "odd", "2.odd", "")
+    names = [f"{prefix}blk.{n}.{rest}" for rest in rests for n in (1, 10, 1, 0) for prefix in ("", "v.")]
+    names = [*dict.fromkeys(names), "blk.1", "blk.1x.attn_q.weight", "blk.10.attn_k.weight"]
+    for order in (names, names[::-1], sorted(names)):
+        assert roles(order) == {name: role(name) for name in order}

@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
@@ -41,8 +40,7 @@ class Run(NamedTuple):
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Extent:
+class Extent(NamedTuple):
     """What one slice holds: ``rows`` rows of ``row_blocks`` blocks of one type."""
 
     type: GGMLType

@@ -7,7 +7,6 @@ decoded for good: their bytes cannot be had from the elements again (``contents`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -33,7 +32,7 @@ class F32(Layout):
     def contents(self, extent: Extent) -> Extent:
         if not extent.type.is_quantized:
             return extent
-        return replace(extent, type=BY_NAME["F32"], row_blocks=extent.row_blocks * extent.type.block_elements)
+        return extent._replace(type=BY_NAME["F32"], row_blocks=extent.row_blocks * extent.type.block_elements)
 
     def nbytes(self, extent: Extent) -> int:
         return 4 * extent.blocks * extent.type.block_elements
