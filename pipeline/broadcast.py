@@ -22,6 +22,8 @@ from ggufstream.events import (
     LoadWaiting,
     Planned,
     Progress,
+    TensorReady,
+    TensorsReady,
 )
 from ggufstream.sinks import StructlogSink
 
@@ -115,6 +117,12 @@ class Broadcast:
         if self._readers:
             for reader in self._present():
                 reader.put(event)
+
+    def each(self, ready: TensorsReady) -> None:
+        """An event for each tensor, where anybody listens: of tens of thousands that takes as long as moving them."""
+        if self._sinks or self._readers:
+            for tensor in ready.tensors:
+                self(TensorReady(load_id=ready.load_id, tensor=tensor))
 
     def _present(self) -> Iterator[EventReader]:
         """Readers that somebody reads."""

@@ -30,6 +30,7 @@ __all__ = [
     "StageTime",
     "TableOpened",
     "TensorReady",
+    "TensorsReady",
 ]
 
 
@@ -128,6 +129,13 @@ class TensorReady(Event):
     """All bytes of a tensor are on the device."""
 
     tensor: str
+
+
+class TensorsReady(NamedTuple):
+    """Tensors that became ready at once, as a stream says it. No event: whoever listens gets a ``TensorReady`` for each."""
+
+    load_id: str
+    tensors: tuple[str, ...]
 
 
 class StageTime(NamedTuple):

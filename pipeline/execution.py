@@ -32,6 +32,7 @@ from ggufstream.events import (
     HeaderRead,
     Planned,
     TableOpened,
+    TensorsReady,
 )
 from ggufstream.file_bytes import close_file
 from ggufstream.gguf_file import FileIndex, read_index
@@ -67,7 +68,7 @@ class Execution:
         budget: Staging memory, shared with other loads.
         reservations: Who was promised which memory.
         claim: That of this load.
-        emit: Receives every event.
+        emit: Receives all that is told.
         timeline: Has received them; it goes into the report.
         freed: Is called when the memory of a load that has succeeded is freed.
     """
@@ -82,7 +83,7 @@ class Execution:
         budget: ByteBudget,
         reservations: Reservations,
         claim: Claim,
-        emit: Callable[[Event], None],
+        emit: Callable[[Event | TensorsReady], None],
         timeline: Timeline,
         freed: Callable[[], None],
     ) -> None:

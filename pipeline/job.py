@@ -26,7 +26,7 @@ from ggufstream.events import (
     Progress,
     Stage,
     TableOpened,
-    TensorReady,
+    TensorsReady,
 )
 from ggufstream.execution import Execution
 from ggufstream.gguf_file import FileIdentity, FileIndex
@@ -87,6 +87,7 @@ class SharedLoad:
         """Tensors that are ready."""
         self.progress = _queued(load_id)
         self.timeline = Timeline()
+        self._log = log
         self._broadcast = Broadcast([log, self.timeline], log)
 
     @property
@@ -117,11 +118,20 @@ class SharedLoad:
         except OSError:
             return False
 
-    def emit(self, event: Event) -> None:
+    def emit(self, event: Event | TensorsReady) -> None:
         """Take notice of an event of the load, and pass it on."""
+        if isinstance(event, TensorsReady):
+            self.arrived.update(event.tensors)
+            if self._log.tells_details():  # who keeps the timeline has no use for them
+                self._broadcast.each(event)
+        else:
+            self._note(event)
+            self._broadcast(event)
+        for job in tuple(self.jobs):
+            job.tell(event)
+
+    def _note(self, event: Event) -> None:
         match event:
-            case TensorReady():
-                self.arrived.add(event.tensor)
             case Progress():
                 self.progress = event
             case Planned():
@@ -131,9 +141,6 @@ class SharedLoad:
                 )
         if type(event) in _STAGES:
             self.progress = replace(self.progress, stage=_STAGES[type(event)])
-        self._broadcast(event)
-        for job in tuple(self.jobs):
-            job.tell(event)
 
     def _streamed_tensors(self) -> int:
         assert self.storage is not None
@@ -357,16 +364,19 @@ class LoadJob:
         """``cancel`` was called in time."""
         return self._cancelling is not None
 
-    def tell(self, event: Event) -> None:
+    def tell(self, event: Event | TensorsReady) -> None:
         """An event of the load."""
-        if isinstance(event, TensorReady):
-            for wait in self._waits.pop(event.tensor, ()):
-                wait.missing -= 1
-                if not wait.missing:
-                    wait.over.set()
-        elif isinstance(event, Planned):
-            self._decided.set()
-        self._broadcast(event)
+        if isinstance(event, TensorsReady):
+            for name in event.tensors if self._waits else ():
+                for wait in self._waits.pop(name, ()):
+                    wait.missing -= 1
+                    if not wait.missing:
+                        wait.over.set()
+            self._broadcast.each(event)
+        else:
+            if isinstance(event, Planned):
+                self._decided.set()
+            self._broadcast(event)
 
     def fail(self, error: Exception) -> None:
         """The job ends with an error of its own; its load, if there is one, goes on for others."""

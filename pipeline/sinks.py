@@ -92,7 +92,7 @@ class StructlogSink:
         self._asks = getattr(self._log, "is_enabled_for", None) or getattr(self._log, "isEnabledFor", None)
 
     def __call__(self, event: Event, /) -> None:
-        if type(event) in _DETAILS and not self._tells_details():
+        if type(event) in _DETAILS and not self.tells_details():
             return
         match event:
             case RangeMoved():
@@ -127,7 +127,8 @@ class StructlogSink:
             case LoadCancelled():
                 self._log.info("load_cancelled", load_id=event.load_id)
 
-    def _tells_details(self) -> bool:
+    def tells_details(self) -> bool:
+        """Whether records are written for what is sent for each range or tensor."""
         return self._asks is None or bool(self._asks(logging.DEBUG))
 
     def _range_moved(self, event: RangeMoved) -> None:

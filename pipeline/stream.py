@@ -36,7 +36,7 @@ from ggufstream.backends.base import Backend
 from ggufstream.budget import ByteBudget
 from ggufstream.digest import Checks
 from ggufstream.errors import DeviceError, GGUFStreamError, OutOfHostMemoryError, located
-from ggufstream.events import ArenaGrown, Event, Progress, RangeMoved, Sampled, StageTime, TensorReady
+from ggufstream.events import ArenaGrown, Event, Progress, RangeMoved, Sampled, StageTime, TensorsReady
 from ggufstream.layouts import Bytes
 from ggufstream.load_plan import LoadPlan
 from ggufstream.pages import CacheLook, rss_bytes
@@ -101,7 +101,7 @@ class Stream:
         budget: ByteBudget,
         checks: Checks,
         workers: int,
-        emit: Callable[[Event], None],
+        emit: Callable[[Event | TensorsReady], None],
     ) -> None:
         self.workers = max(1, min(workers, len(plan.ranges)))
         self.probe = LoopProbe()
@@ -434,8 +434,8 @@ class Stream:
         if self._first_layer and not self._first_layer.intersection(self._left):
             self._first_layer.clear()
             self.first_layer_at = now
-        for entry in ready:
-            self._emit(TensorReady(load_id=self._load_id, tensor=self._plan.entries[entry].tensor.name))
+        names = tuple(self._plan.entries[entry].tensor.name for entry in ready)
+        self._emit(TensorsReady(self._load_id, names))
         self._emit(
             Progress(
                 load_id=self._load_id,

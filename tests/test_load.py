@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import ggufstream
+from ggufstream import broadcast
 from ggufstream.backends.base import Intent
 from ggufstream.backends.cpu import CpuBackend
 from ggufstream.backends.cpu_scalar import CpuScalarBackend
@@ -218,6 +220,40 @@ async def test_events_tell_the_whole_story_in_order(mixed: Path) -> None:
     finished = events[-1]
     assert isinstance(finished, LoadFinished)
     assert json.loads(json.dumps(finished.report)) == json.loads(json.dumps(model.report.to_dict()))
+
+
+@pytest.mark.asyncio
+async def test_an_event_for_each_tensor_is_made_only_where_somebody_listens(
+    mixed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def ready(*, load_id: str, tensor: str) -> TensorReady:
+        made.append(tensor)
+        return TensorReady(load_id=load_id, tensor=tensor)
+
+    monkeypatch.setattr(broadcast, "TensorReady", ready)
+    async with await ggufstream.load(mixed, backend="cpu") as model:
+        assert made == []
+        loaded = {entry.tensor.name for entry in model.plan.entries if entry.slices}
+    heard: list[Event] = []
+    async with ggufstream.Loader() as loader:
+        jobs = [loader.submit(mixed, backend="cpu", sinks=[heard.append]), loader.submit(mixed, backend="cpu")]
+        await jobs[1].weight("output_norm.weight")
+        for job in jobs:
+            await (await job).aclose()
+    assert len(made) == len(loaded)
+    assert {event.tensor for event in heard if isinstance(event, TensorReady)} == set(made) == loaded
+
+
+@pytest.mark.asyncio
+async def test_each_tensor_has_a_record_at_debug_level_without_any_sink(
+    mixed: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "ggufstream")
+    async with await ggufstream.load(mixed, backend="cpu") as model:
+        loaded = sum(1 for entry in model.plan.entries if entry.slices)
+    assert sum("event='tensor_ready'" in record.getMessage() for record in caplog.records) == loaded > 10
 
 
 @pytest.mark.asyncio
