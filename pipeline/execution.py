@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, TypeVar
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
 
 import anyio
 
 from ggufstream.backends.arena import Arena, ChunkArena, MappedArena
-from ggufstream.backends.base import Backend, Chunk
+from ggufstream.backends.base import Backend, Capabilities, Chunk
 from ggufstream.backends.host_memory import HOST_CHUNK_BYTES, HOST_MEMORY, HostChunk
 from ggufstream.backends.host_memory import Counter as MemoryCounter
 from ggufstream.backends.registry import open_for
@@ -36,8 +37,8 @@ from ggufstream.events import (
 )
 from ggufstream.file_bytes import close_file
 from ggufstream.gguf_file import FileIndex, read_index
-from ggufstream.load_plan import ArenaPlan, LoadPlan
-from ggufstream.manifest import read_manifest
+from ggufstream.load_plan import HOST, ArenaPlan, LoadPlan
+from ggufstream.manifest import Manifest, read_manifest
 from ggufstream.memory_limits import available_memory
 from ggufstream.options import LoadOptions, Placement
 from ggufstream.pages import Residency, cached_bytes, rss_bytes
@@ -55,6 +56,17 @@ from ggufstream.timeline import Timeline
 __all__ = ["Execution", "typed_error"]
 
 _T = TypeVar("_T")
+
+
+class _Opened(NamedTuple):
+    """What the stream works with."""
+
+    sources: Sequence[Source]
+    arenas: Mapping[str, Arena]
+    releaser: Releaser
+    descriptors: Mapping[int, int]
+    tables: RowTables
+    checks: Checks
 
 
 class Execution:
@@ -108,6 +120,8 @@ class Execution:
         self._backend_reasons: list[str] = []
         self._seconds: dict[str, float] = {}
         self._residency: dict[str, Residency] = {}
+        """Of each shard, by path."""
+        self._rss_before = 0
         self._releaser: Releaser | None = None
         self._owned = ExitStack()
         """What the storage takes over: backend, arenas, descriptors."""
@@ -148,7 +162,6 @@ class Execution:
 
     async def _run(self) -> LoadReport:
         started = time.perf_counter()
-        rss_before = await in_thread(rss_bytes)
         index = self.index = await self._timed("header", read_index(self._path, on_open=self._look))
         self._emit(
             HeaderRead(
@@ -166,134 +179,125 @@ class Execution:
             manifest = await read_manifest(os.fspath(self._options.digest), index)
         backends = await self._timed("open", in_thread(self._open_backends))
         load_plan = await self._timed("plan", self._promised_plan(index, backends))
-        sources = await in_thread(partial(self._open_sources, index, load_plan))
-        arenas = self._claim.arenas = self._arenas(load_plan, backends, sources)
-        residency = [self._residency[shard.path] for shard in index.shards]
-        releaser = self._releaser = Releaser(load_plan, sources, residency, self._options.page_cache)
-        descriptors = await in_thread(partial(self._keep_descriptors, load_plan, sources))
-        tables = await self._timed(
-            "rows",
-            in_thread(partial(self._open_tables, load_plan, index, sources, backends, arenas, descriptors, releaser)),
-        )
+        opened = await in_thread(partial(self._open, index, load_plan, backends, manifest))
         storage = self.storage = Storage(
             index=index,
             plan=load_plan,
             backends=backends,
-            arenas=arenas,
-            descriptors=descriptors,
-            mapped={i: source for i, source in enumerate(sources) if isinstance(source, MappedSource)},
-            tables=tables,
+            arenas=opened.arenas,
+            descriptors=opened.descriptors,
+            mapped={i: source for i, source in enumerate(opened.sources) if isinstance(source, MappedSource)},
+            tables=opened.tables,
             close=self._owned.pop_all().close,
             closed=self._closed,
         )
         self.lease = storage.lease()
-        checks = await in_thread(  # imports the package that makes digests
-            partial(
-                Checks,
-                plan=load_plan,
-                sources=sources,
-                manifest=manifest,
-                sha256=self._options.sha256,
-                passed=releaser.passed,
-            )
-        )
-        self._emit(self._planned(load_plan, sources))
+        self._emit(self._planned(load_plan, opened.sources))
         stream = Stream(
             load_id=self._load_id,
             plan=load_plan,
             backends=backends,
-            sources=sources,
-            arenas=arenas,
-            releaser=releaser,
+            sources=opened.sources,
+            arenas=opened.arenas,
+            releaser=opened.releaser,
             budget=self._budget,
-            checks=checks,
-            workers=self._options.workers or default_workers(cached=_cached_share(residency)),
+            checks=opened.checks,
+            workers=self._options.workers or default_workers(cached=_cached_share(self._residency.values())),
             emit=self._emit,
         )
-        await checks.beside(self._timed("stream", stream.run()))
-        digest = await in_thread(checks.finish)
-        _check_used(arenas)
-        opened = await in_thread(tables.report)
-        for table in opened:
+        await opened.checks.beside(self._timed("stream", stream.run()))
+        digest, rows = await in_thread(lambda: (opened.checks.finish(), opened.tables.report()))
+        _check_used(opened.arenas)
+        for table in rows:
             self._emit(
                 TableOpened(load_id=self._load_id, tensor=table.tensor, strategy=table.strategy, reason=table.reason)
             )
-        cached_after = await in_thread(partial(_cached_bytes, sources))
-        await in_thread(self._transient.close)
-        rss_after = await in_thread(rss_bytes)
-        rss = {"before": rss_before, "peak": max(stream.rss_peak, rss_before, rss_after), "after": rss_after}
-        self._seconds["total"] = time.perf_counter() - started
         report: LoadReport = await in_thread(
-            partial(
-                self._report,
-                index=index,
-                load_plan=load_plan,
-                sources=sources,
-                arenas=arenas,
-                stream=stream,
-                releaser=releaser,
-                digest=digest,
-                opened=opened,
-                rss=rss,
-                page_cache_bytes={"before": sum(seen.cached_bytes for seen in residency), "after": cached_after},
-                first_layer=None if stream.first_layer_at is None else stream.first_layer_at - started,
-            )
+            partial(self._finish, started, index, load_plan, opened, stream, digest=digest, rows=rows)
         )
-        self.plain_report = await in_thread(report.to_dict)
         self._reservations.loaded(self._claim)
         return report
 
-    def _report(
+    def _open(
+        self, index: FileIndex, load_plan: LoadPlan, backends: Sequence[Backend], manifest: Manifest | None
+    ) -> _Opened:
+        """All that the stream works with."""
+        sources = self._open_sources(index, load_plan)
+        arenas = self._claim.arenas = self._arenas(load_plan, backends, sources)
+        residency = [self._residency[shard.path] for shard in index.shards]
+        releaser = self._releaser = Releaser(load_plan, sources, residency, self._options.page_cache)
+        descriptors = self._keep_descriptors(load_plan, sources)
+        started = time.perf_counter()
+        tables = self._open_tables(load_plan, index, sources, backends, arenas, descriptors, releaser)
+        self._seconds["rows"] = time.perf_counter() - started
+        checks = Checks(
+            plan=load_plan,
+            sources=sources,
+            manifest=manifest,
+            sha256=self._options.sha256,
+            passed=releaser.passed,
+        )
+        return _Opened(sources, arenas, releaser, descriptors, tables, checks)
+
+    def _finish(
         self,
-        *,
+        started: float,
         index: FileIndex,
         load_plan: LoadPlan,
-        sources: Sequence[Source],
-        arenas: Mapping[str, Arena],
+        opened: _Opened,
         stream: Stream,
-        releaser: Releaser,
+        *,
         digest: DigestReport | None,
-        opened: tuple[RowsReport, ...],
-        rss: dict[str, int],
-        page_cache_bytes: dict[str, int | None],
-        first_layer: float | None,
+        rows: tuple[RowsReport, ...],
     ) -> LoadReport:
-        """All figures in one record. For a file of many tensors this takes a while: it runs in a thread."""
-        modes = [source.mode for source in sources]
-        stream_seconds = self._seconds["stream"]
-        return LoadReport(
+        """Close what only the stream used, and put all figures in one record. Takes a while for a file of many tensors."""
+        modes = [source.mode for source in opened.sources]
+        cached_after = _cached_bytes(opened.sources)
+        self._transient.close()
+        rss = {"before": self._rss_before, "peak": stream.rss_peak, "after": rss_bytes()}
+        rss["peak"] = max(rss.values())
+        self._seconds["total"] = time.perf_counter() - started
+        stream_bytes, stream_seconds = load_plan.stream_bytes, self._seconds["stream"]
+        first_layer = None if stream.first_layer_at is None else stream.first_layer_at - started
+        placements, layouts = _totals(load_plan)
+        report = LoadReport(
             load_id=self._load_id,
             file=index.path,
             file_bytes=index.file_bytes,
             tensors=len(load_plan.entries),
             tensor_bytes=sum(entry.tensor.nbytes for entry in load_plan.entries),
-            streamed_bytes=load_plan.stream_bytes,
+            streamed_bytes=stream_bytes,
             backend=load_plan.backend,
             backend_reason="; ".join(dict.fromkeys(self._backend_reasons)),
             device=load_plan.device,
             upload=load_plan.upload,
             io="+".join(dict.fromkeys(modes)),
-            io_reason="; ".join(dict.fromkeys(source.reason for source in sources)),
+            io_reason="; ".join(dict.fromkeys(source.reason for source in opened.sources)),
             workers=stream.workers,
             seconds={name: round(seconds, 6) for name, seconds in self._seconds.items()},
-            bytes_per_second=round(load_plan.stream_bytes / stream_seconds) if stream_seconds else 0.0,
+            bytes_per_second=round(stream_bytes / stream_seconds) if stream_seconds else 0.0,
             first_layer_seconds=None if first_layer is None else round(first_layer, 6),
             staging_bytes=self._budget.total_bytes,
             staging_peak_bytes=stream.staging_peak_bytes,
             rss=rss,
-            page_cache=releaser.page_cache,
-            page_cache_bytes=page_cache_bytes,
-            released_bytes=releaser.released_bytes,
+            page_cache=opened.releaser.page_cache,
+            page_cache_bytes={
+                "before": sum(seen.cached_bytes for seen in self._residency.values()),
+                "after": cached_after,
+            },
+            released_bytes=opened.releaser.released_bytes,
             event_loop_lag_ms=stream.probe.milliseconds(),
-            arenas=tuple(ArenaReport(name=arena.name, **arena.statistics()) for arena in arenas.values()),
-            placements=_totals(load_plan, [str(placement) for placement in Placement], lambda e: str(e.placement)),
-            layouts=_totals(load_plan, [], lambda e: e.layout.name),
+            arenas=tuple(ArenaReport(name=arena.name, **arena.statistics()) for arena in opened.arenas.values()),
+            placements=placements,
+            layouts=layouts,
             fallbacks=tuple(FallbackReport(tensor=tensor, reason=reason) for tensor, reason in load_plan.fallbacks),
             warnings=index.warnings + load_plan.warnings,
-            rows=opened,
+            rows=rows,
             digest=digest,
             timeline=self._timeline,
         )
+        self.plain_report = report.to_dict()
+        return report
 
     async def _timed(self, name: str, work: Awaitable[_T]) -> _T:
         start = time.perf_counter()
@@ -302,7 +306,8 @@ class Execution:
         return result
 
     def _look(self, path: str, descriptor: int) -> None:
-        """Note what is in the page cache before the first byte is read."""
+        """Note what is in memory before the first byte is read."""
+        self._rss_before = self._rss_before or rss_bytes()
         self._residency[path] = Residency(descriptor, os.fstat(descriptor).st_size)
 
     def _open_backends(self) -> list[Backend]:
@@ -311,7 +316,6 @@ class Execution:
         for device in self._devices:
             if isinstance(device, Backend):
                 backend, reason = device, "given"
-                self._check_upload(backend)
             else:
                 options = self._options.replace(backend=device)
                 backend, reason = open_for(options, load_bytes=self.index.tensor_bytes // len(self._devices))
@@ -320,9 +324,8 @@ class Execution:
             self._backend_reasons.append(reason)
         return backends
 
-    def _check_upload(self, backend: Backend) -> None:
-        facts, upload = backend.capabilities, self._options.upload
-        way = "direct" if facts.direct else "staged"
+    def _check_upload(self, facts: Capabilities) -> None:
+        upload, way = self._options.upload, "direct" if facts.direct else "staged"
         if upload not in {"auto", "alias", way}:
             raise OptionError(
                 f"upload={upload} is asked for, but the open backend {facts.backend} was opened for {way} uploads",
@@ -353,8 +356,12 @@ class Execution:
     def _plan(self, index: FileIndex, backends: Sequence[Backend], promised: Promised) -> tuple[LoadPlan, int | None]:
         remote = {i for i, shard in enumerate(index.shards) if on_network(shard)}
         load_plan = make_plan(index, backends=backends, options=self._options, unmappable=remote, held=promised)
+        for given, facts in zip(self._devices, load_plan.devices, strict=True):
+            if isinstance(given, Backend):
+                self._check_upload(facts)
         check_tables(load_plan, self._options)
-        return load_plan, available_memory()
+        # Control groups are slow to tell.
+        return load_plan, available_memory() if load_plan.arenas[HOST].slice_bytes else None
 
     def _open_sources(self, index: FileIndex, load_plan: LoadPlan) -> list[Source]:
         copies_only = all(map(load_plan.is_moved, load_plan.ranges))
@@ -447,11 +454,10 @@ class Execution:
     def _keep_descriptors(self, load_plan: LoadPlan, sources: Sequence[Source]) -> dict[int, int]:
         """Descriptors for the shards with bytes that are to be had from the file alone, by shard."""
         kept: dict[int, int] = {}
-        for entry in load_plan.entries:
-            shard = entry.tensor.shard
-            if (entry.placement is Placement.ROWS or entry.is_decoded) and shard not in kept:
-                kept[shard] = sources[shard].duplicate()
-                self._owned.callback(close_file, kept[shard])
+        rows = Placement.ROWS
+        for shard in {e.tensor.shard for e in load_plan.entries if e.placement is rows or e.is_decoded}:
+            kept[shard] = sources[shard].duplicate()
+            self._owned.callback(close_file, kept[shard])
         return kept
 
     def _open_tables(
@@ -510,7 +516,7 @@ def _check_used(arenas: Mapping[str, Arena]) -> None:
             )
 
 
-def _cached_share(residency: Sequence[Residency]) -> float:
+def _cached_share(residency: Collection[Residency]) -> float:
     """How much of the files was in the page cache before the load."""
     return sum(seen.cached_bytes for seen in residency) / max(1, sum(seen.size for seen in residency))
 
@@ -525,12 +531,20 @@ def _cached_bytes(sources: Sequence[Source]) -> int:
     return total
 
 
-def _totals(load_plan: LoadPlan, names: Sequence[str], key: Callable[[Any], str]) -> dict[str, PlacementReport]:
-    """Tensors and bytes at the destination (in the file, where they stay there) by ``key``."""
-    tensors: Counter[str] = Counter(dict.fromkeys(names, 0))
-    nbytes: Counter[str] = Counter()
-    for entry in load_plan.entries:
-        name = key(entry)
-        tensors[name] += 1
-        nbytes[name] += entry.tensor.nbytes if entry.placement is Placement.ROWS else entry.device_bytes
-    return {name: PlacementReport(tensors=count, bytes=nbytes[name]) for name, count in tensors.items()}
+def _totals(load_plan: LoadPlan) -> tuple[dict[str, PlacementReport], dict[str, PlacementReport]]:
+    """Tensors and bytes at the destination (in the file, where they stay there), by placement and by layout."""
+    kinds = Counter(map(attrgetter("placement", "layout", "device_bytes"), load_plan.entries))
+    placements = {str(placement): [0, 0] for placement in Placement}
+    layouts: dict[str, list[int]] = {}
+    for (placement, layout, nbytes), count in kinds.items():
+        for total in (placements[placement], layouts.setdefault(layout.name, [0, 0])):
+            total[0] += count
+            total[1] += count * nbytes
+    rows = Placement.ROWS
+    for entry in [entry for entry in load_plan.entries if entry.placement is rows]:
+        placements[rows][1] += entry.tensor.nbytes
+        layouts[entry.layout.name][1] += entry.tensor.nbytes
+    return (
+        {name: PlacementReport(tensors=count, bytes=nbytes) for name, (count, nbytes) in placements.items()},
+        {name: PlacementReport(tensors=count, bytes=nbytes) for name, (count, nbytes) in layouts.items()},
+    )

@@ -127,16 +127,20 @@ class Loader:
         if self._tasks is not None:
             raise ClosedError("a Loader is entered once", remedy="Make another one")
         # Importing numpy and the rest takes a quarter of a second: in a thread, so that the event loop goes on.
-        await in_thread(partial(import_module, "ggufstream.job"))
+        staging_bytes = await in_thread(self._prepare)
         from ggufstream.reservations import Reservations
         from ggufstream.sinks import StructlogSink
 
-        if self._options.staging_bytes is None:
-            self._budget = ByteBudget(default_staging(await in_thread(available_memory)))
+        self._budget = ByteBudget(staging_bytes)
         self._reservations = Reservations()
         self._log = StructlogSink()
         self._tasks = await anyio.create_task_group().__aenter__()
         return self
+
+    def _prepare(self) -> int:
+        """Import everything, and the bytes of the budget."""
+        import_module("ggufstream.job")
+        return self._options.staging_bytes or default_staging(available_memory())
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
