@@ -67,7 +67,7 @@ _AFTER_NAME = [struct.Struct(f"<I{8 * n + 4}sQ") for n in range(MAX_DIMS + 1)]
 """Number of dimensions; dimensions and type, which many tensors share; and the offset: by the number of dimensions."""
 _PROBABLY_CORRUPT = "The header is probably corrupt; download the file again."
 _RECORD_WORK = 16  # a key or an inner array takes as long as so many strings in an array
-_RECORDS_A_PAUSE = 256
+_RECORDS_A_PAUSE = 512
 
 _T = TypeVar("_T")
 Steps: TypeAlias = Generator[int, bytes, _T]

@@ -425,12 +425,14 @@ class Stream:
     def _progress(self, part: Range) -> None:
         now = time.perf_counter()
         ready = []
-        for piece in part.pieces:
-            self._bytes_done += piece.nbytes
-            self._left[piece.entry] -= piece.nbytes
-            if self._left[piece.entry] == 0:
-                del self._left[piece.entry]
-                ready.append(piece.entry)
+        unfinished = self._left
+        for entry, _, _, nbytes, _ in part.pieces:
+            self._bytes_done += nbytes
+            left = unfinished.pop(entry) - nbytes
+            if left:
+                unfinished[entry] = left
+            else:
+                ready.append(entry)
         if self._first_layer and not self._first_layer.intersection(self._left):
             self._first_layer.clear()
             self.first_layer_at = now
