@@ -68,11 +68,15 @@ def _left_by_groups(root: Path) -> Iterator[int]:
 
 
 def _left_by_group(version: _Version, folder: Path) -> Iterator[int]:
-    stat = _counters(folder / "memory.stat")
-    limits = [stat[version.ancestors]] if version.ancestors in stat else []
+    limits = []
     for name in version.limits:
         with suppress(OSError, ValueError):  # "max": none
             limits.append(int((folder / name).read_text(encoding="ascii")))
+    if not limits and not version.ancestors:
+        return  # the kernel takes a while to count, even for nobody's use
+    stat = _counters(folder / "memory.stat")
+    if version.ancestors in stat:
+        limits.append(stat[version.ancestors])
     if limits:
         used = int((folder / version.used).read_text(encoding="ascii"))
         yield min(limits) - used + _reclaimable(version, stat)

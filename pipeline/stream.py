@@ -144,6 +144,7 @@ class Stream:
         self._probing = anyio.CancelScope()
         self._window = anyio.Semaphore(self.workers + max(UPLOADS, self.workers // 2), fast_acquire=True)
         """Ranges under way: enough that no worker waits for the event loop or the device, and few slabs."""
+        self._has_work = anyio.Event()
         self._todo: Lane[Range] = Lane()
         self._packed: list[Lane[Range]] = [Lane() for _ in backends]
         self._arrived: Lane[Range] = Lane()
@@ -164,9 +165,10 @@ class Stream:
         try:
             async with anyio.create_task_group() as tasks:
                 send_runs, runs = anyio.create_memory_object_stream[Sequence[Range]](CHUNKS_AHEAD)
-                tasks.start_soon(self._grow, send_runs)  # with a thread of the event loop's, while ours are started
+                tasks.start_soon(self._grow, send_runs)
                 tasks.start_soon(self._feed, runs)
                 tasks.start_soon(self._tell)  # before the threads: it is what ends them
+                await self._has_work.wait()  # they would only be in the way of who feeds them
                 await in_thread(self._start_threads)
                 for _ in range(len(self._running)):
                     tasks.start_soon(self._join)
@@ -270,7 +272,9 @@ class Stream:
                     await self._window.acquire()
                     await self._slabs.charge(part)
                     self._todo.put(part)
+                    self._has_work.set()
         self._feeding = False
+        self._has_work.set()
         self._todo.close()
 
     def _grow_to(self, arena: Arena, index: int) -> None:
@@ -452,7 +456,7 @@ class Stream:
     async def _tell(self) -> None:
         """Tell what is done, for as many ranges at once as there are, and give their budget back."""
         try:
-            await self._hop(self._measure_memory)
+            await in_thread(self._measure_memory)
             self._sample()
             while self._moving:
                 for tell, part in await self._news.get():

@@ -196,6 +196,31 @@ def test_copies_and_repacks_into_two_chunks(backend: VulkanBackend, stack: ExitS
 
 
 @pytest.mark.parametrize(
+    ("nbytes", "offset", "by_shader"),
+    [(4096, 128, True), (4, 0, True), (132, 4, True), (4098, 0, False), (64, 2, False)],
+)
+def test_a_card_copies_by_shader_where_that_writes_whole_words(
+    backend: VulkanBackend, stack: ExitStack, nbytes: int, offset: int, by_shader: bool
+) -> None:
+    chunk = stack.enter_context(closing(backend.allocate(8192)))
+    staging = stack.enter_context(closing(backend.staging(8192)))
+    memory = staging.memory
+    assert memory.faster(Copy(0, chunk, offset, nbytes)) == Copy(0, chunk, offset, nbytes)  # a software device
+    memory.copies_by_shader = True
+    assert isinstance(memory.faster(Copy(0, chunk, offset, nbytes)), Repack if by_shader else Copy)
+    data = np.random.default_rng(nbytes).integers(0, 256, 8192, np.uint8)
+    staging.view[:] = FILLER
+    backend.upload(staging, [Copy(0, chunk, 0, 8192)]).wait()
+    staging.view[:] = data
+    backend.upload(staging, [Copy(36, chunk, offset, nbytes)]).wait()
+    found = np.empty(8192, np.uint8)
+    backend.read(chunk, 0, found)
+    expected = np.full(8192, FILLER, np.uint8)
+    expected[offset : offset + nbytes] = data[36 : 36 + nbytes]
+    assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
     ("source", "blocks", "offsets"),
     [(-34, 4, (0, 16)), (4096 - 135, 4, (0, 16)), (0, 4, (-4, 16)), (0, 4, (0, 4096 - 124)), (0, 1, (4096, 0))],
 )

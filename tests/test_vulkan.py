@@ -109,7 +109,7 @@ def test_the_validation_layer_is_heard(api):
 def test_the_environment_asks_for_validation(api, monkeypatch, text):
     monkeypatch.setattr("ggufstream.backends.vulkan.backend.Vulkan", lambda: api)
     options = LoadOptions.from_environment({"GGUFSTREAM_VULKAN_VALIDATION": text})
-    backend, _ = registry.open_for(options.replace(backend="vulkan", device=DEVICE))
+    backend, _ = registry.open_for(options.replace(backend="vulkan", device=DEVICE), load_bytes=0)
     with backend:
         assert api.left.get("DebugUtilsMessengerEXT", 0) == int(text)
 
@@ -653,7 +653,7 @@ def test_a_missing_loader_is_named_with_its_package(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(BackendUnavailableError, match="apt install libvulkan1"):
         Vulkan()
-    backend, reason = registry.open_for(LoadOptions())
+    backend, reason = registry.open_for(LoadOptions(), load_bytes=0)
     assert backend.capabilities.backend == "cpu"
     assert "libvulkan-absent" in reason
 
