@@ -142,7 +142,8 @@ class Stream:
         self._first_layer = {i for i in self._left if plan.entries[i].layer <= FIRST_LAYER}
         self._started = 0.0
         self._probing = anyio.CancelScope()
-        self._window = anyio.Semaphore(self.workers + max(UPLOADS, self.workers // 2), fast_acquire=True)
+        spare = max(UPLOADS, self.workers // 2) if self._staged else self.workers + 2
+        self._window = anyio.Semaphore(self.workers + spare, fast_acquire=True)
         """Ranges under way: enough that no worker waits for the event loop or the device, and few slabs."""
         self._has_work = anyio.Event()
         self._todo: Lane[Range] = Lane()

@@ -207,10 +207,10 @@ class VulkanBackend(Backend):
         if what not in self._imports or not nbytes:
             return None
         pages = anonymous_memory(nbytes, owner=BACKEND)
-        # Workers that touch the same huge page at once would each fill one. Before Linux 5.14 they, or the driver, do.
-        with suppress(OSError):
-            for start in range(0, pages.size, _POPULATED):
-                advise(pages[start : start + _POPULATED], MADV_POPULATE_WRITE)
+        if what == "staging":  # the pages of a chunk are had as they are filled, by many workers
+            with suppress(OSError):  # before Linux 5.14 the driver does it
+                for start in range(0, pages.size, _POPULATED):
+                    advise(pages[start : start + _POPULATED], MADV_POPULATE_WRITE)
         try:
             return HostPages(self.device, pages, usage=USAGE_STORAGE)
         except DeviceLostError:
