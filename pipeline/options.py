@@ -49,7 +49,7 @@ _MANY_PROCESSORS = len(os.sched_getaffinity(0)) >= 8
 
 STAGING_BYTES = (512 if _MANY_PROCESSORS else 256) << 20
 """Enough for the ranges that so many workers have under way."""
-RANGE_BYTES = 16 << 20
+RANGE_BYTES = (24 if _MANY_PROCESSORS else 16) << 20
 """Each range costs a fifth of a millisecond of interpreter lock, which all workers share; and a disk wants to read 100 MiB ahead."""
 _LEAST_STAGING = 16 << 20
 

@@ -15,6 +15,9 @@ from ggufstream.layouts import Extent, Layout, Run
 
 __all__ = ["Piece", "Range", "SliceSource", "cut"]
 
+_LARGE = 4 << 20
+"""A limit from which on the first ranges are smaller."""
+
 MAX_PIECES = 256
 """Bound of the small tensors in one range, so that a cancel never waits for thousands of them."""
 
@@ -72,7 +75,8 @@ class Range:
 def cut(slices: Iterable[SliceSource], *, limit: int, max_gap: int) -> tuple[Range, ...]:
     """Cut and join ``slices``, in the order given, into ranges of at most ``limit`` bytes where that is possible.
 
-    Ranges are filled up: a slice that the last one has no room for is cut, unless little would go there.
+    Ranges are filled up: a slice that the last one has no room for is cut, unless little would go there. The first ones are
+    smaller, so that there is soon something to upload, and a first layer.
 
     Args:
         slices: In load order.
@@ -83,11 +87,16 @@ def cut(slices: Iterable[SliceSource], *, limit: int, max_gap: int) -> tuple[Ran
     pieces: list[Piece] = []
     kinds: dict[tuple[Extent, Layout], _Kind] = {}
     """Slices that are alike are cut alike."""
-    shard = start = end = packed = 0
+    shard = start = end = packed = moved = 0
+    least = limit // 4 if limit >= _LARGE else limit
+    bound = least
     arena, is_verbatim, only_moves, is_congruent = "", True, True, True
 
     def close() -> None:
+        nonlocal bound, moved
         if pieces:
+            moved += end - start
+            bound = min(limit, max(least, moved // 8))
             ranges.append(
                 Range(
                     index=len(ranges),
@@ -107,7 +116,7 @@ def cut(slices: Iterable[SliceSource], *, limit: int, max_gap: int) -> tuple[Ran
         kind = kinds.get((extent, layout))
         if kind is None:
             kind = kinds[extent, layout] = _kind(extent, layout, limit)
-        blocks, block_bytes, whole, packed_bytes, _, largest, most = kind
+        blocks, block_bytes, whole, packed_bytes, _, largest, _ = kind
         left = blocks
         while left:
             joins = (
@@ -119,13 +128,13 @@ def cut(slices: Iterable[SliceSource], *, limit: int, max_gap: int) -> tuple[Ran
             )
             count = 0
             if joins:
-                room = limit - max(offset - start, packed)
+                room = bound - max(offset - start, packed)
                 count = left if left * largest <= room else kind.within(room)
             if count == 0:
                 close()
                 shard, arena, start, packed = of_shard, to_arena, offset, 0
                 is_verbatim = only_moves = is_congruent = True
-                count = min(left, most)
+                count = min(left, kind.most(bound))
             nbytes, runs, added = count * block_bytes, whole, packed_bytes
             if count < blocks:
                 runs = layout.runs(extent, blocks - left, count)
@@ -155,13 +164,17 @@ class _Kind(NamedTuple):
     """Blocks that stay together, as far as the limit allows it: a row, and what the layout keeps."""
     largest: int
     """Bytes of a block, in the file or packed."""
-    most: int
-    """Blocks that a range takes."""
+    few: int
+    """Blocks that are not worth a cut."""
+
+    def most(self, room: int) -> int:
+        """How many blocks a range of ``room`` bytes takes, one unit at least."""
+        return max(1, room // (self.unit * self.largest)) * self.unit
 
     def within(self, room: int) -> int:
         """How many of more blocks go into a range that has ``room`` bytes left; none if they are few."""
         count = room // (self.unit * self.largest) * self.unit
-        return count if count >= self.most // 4 else 0
+        return count if count >= self.few else 0
 
 
 def _kind(extent: Extent, layout: Layout, limit: int) -> _Kind:
@@ -172,5 +185,5 @@ def _kind(extent: Extent, layout: Layout, limit: int) -> _Kind:
     if rows * largest <= limit:
         unit = rows
     runs = layout.runs(extent, 0, extent.blocks)
-    most = max(1, limit // (unit * largest)) * unit
-    return _Kind(extent.blocks, block_bytes, runs, sum(run.nbytes for run in runs), unit, largest, most)
+    few = max(1, limit // (unit * largest)) * unit // 4
+    return _Kind(extent.blocks, block_bytes, runs, sum(run.nbytes for run in runs), unit, largest, few)

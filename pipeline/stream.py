@@ -74,15 +74,15 @@ def default_workers(*, cached: float) -> int:
 
     From the page cache (``cached`` is the share that is there) one a processor. More gain nothing, and make the event loop
     wait for its turn: on two processors 99.9 % of wake-ups were late by 4 to 6 ms with 2, 6 to 9 with 4. Where there are
-    many a quarter is left to the other threads: whoever waits for a processor with the interpreter lock in hand stops all
-    (16 processors, H200: 12 workers are faster than 16, and the event loop is 1 ms late at most, not 10).
+    many some are left to the other threads: whoever waits for a processor with the interpreter lock in hand stops all
+    (16 processors, H200: 13 workers are faster than 16, and the event loop is 1 ms late at most, not 10).
 
     From a disk eight at least: while some get memory, others must keep it busy (two processors with other work to do: 0.52,
     0.64 and 0.73 of what the disk gives with 4, 6 and 8 workers).
     """
     processors = len(os.sched_getaffinity(0))
     least = 2 if cached > 0.9 else 8
-    most = processors if processors <= 4 else processors * 3 // 4
+    most = processors if processors <= 4 else processors * 13 // 16
     return max(least, min(16, most))
 
 
@@ -142,7 +142,7 @@ class Stream:
         self._first_layer = {i for i in self._left if plan.entries[i].layer <= FIRST_LAYER}
         self._started = 0.0
         self._probing = anyio.CancelScope()
-        spare = max(UPLOADS, self.workers // 2) if self._staged else self.workers + 2
+        spare = max(UPLOADS, self.workers * 2 // 3) if self._staged else self.workers + 2
         self._window = anyio.Semaphore(self.workers + spare, fast_acquire=True)
         """Ranges under way: enough that no worker waits for the event loop or the device, and few slabs."""
         self._has_work = anyio.Event()

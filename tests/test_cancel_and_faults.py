@@ -104,7 +104,7 @@ async def test_cancel_waits_for_uploads_in_flight_before_it_frees(path: Path) ->
     backend = SlowBackend(SimulatedBackend("discrete-24g"))
     with backend.held():
         task = asyncio.ensure_future(ggufstream.load(path, backend=backend, range_bytes=RANGE, io="pread"))
-        await asyncio.to_thread(backend.wait_started, 2)
+        await asyncio.to_thread(backend.wait_started, 1)
         task.cancel()
         done, _ = await asyncio.wait([task], timeout=0.05)
         assert not done

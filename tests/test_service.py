@@ -293,7 +293,7 @@ def test_no_pattern_takes_long() -> None:
 async def test_cancelling_in_the_middle_gives_everything_back(folder: Path, slow: SlowBackend) -> None:
     async with serving(folder, {"slow": slow}) as client:
         load = await submit(client)
-        await asyncio.to_thread(slow.wait_started, 2)
+        await asyncio.to_thread(slow.wait_started, 1)
         before = await figures(client)
         assert before["ggufstream_loads", "stream"] == 1
         assert before["ggufstream_staging_bytes",] > 0
@@ -317,7 +317,7 @@ async def begin_attached(client: httpx.AsyncClient, slow: SlowBackend) -> str:
     async with client.stream("POST", "/loads/stream", json={"file": "mixed.gguf"}) as response:
         async for name, state in events(response):
             if name == "load" and state["stage"] == "stream":
-                await asyncio.to_thread(slow.wait_started, 2)
+                await asyncio.to_thread(slow.wait_started, 1)
                 return state["id"]
     raise AssertionError("the stream has ended")
 
@@ -413,7 +413,7 @@ async def test_the_end_of_the_service_ends_loads_and_models(folder: Path, slow: 
     async with serving(folder, {"cpu": "cpu", "slow": slow}) as client:
         await until(client, await submit(client), "ready")
         await submit(client, backend="slow")
-        await asyncio.to_thread(slow.wait_started, 2)
+        await asyncio.to_thread(slow.wait_started, 1)
         await asyncio.to_thread(slow.finish)
     assert slow.statistics()["live_bytes"] == slow.statistics()["staging_bytes"] == 0
 
