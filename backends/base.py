@@ -79,8 +79,10 @@ class Capabilities:
 
     @property
     def fills_in_place(self) -> bool:
-        """Arena chunks are memory of the host, and files may be read straight into them."""
-        return self.direct and self.memory != "discrete"
+        """Arena chunks are memory of the host, and files may be read straight into them; they are so large that a part of a
+        page at either end does not matter.
+        """
+        return self.direct and self.memory != "discrete" and self.max_chunk_bytes >= 1 << 20
 
 
 def cannot_map(device: Capabilities) -> UnsupportedByDeviceError:

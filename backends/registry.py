@@ -54,9 +54,9 @@ def open_backend(
         spec: ``auto`` (a real GPU if there is one, else ``cpu``), ``cpu``, ``cpu_scalar``, ``vulkan``,
             ``vulkan:DEVICE`` or ``simulated:PROFILE``.
         device: Part of a Vulkan device's name, or its number. With ``auto`` it means ``vulkan``.
-        direct: Whether tensors are placed straight into device memory: ``None`` where possible, ``True`` demands it,
-            ``False`` forces staging. Through staging memory a card of its own is filled faster, once that is pinned: it is
-            chosen where the card is to hold 8 GiB and more, and where memory is kept.
+        direct: Whether tensors are placed straight into device memory: ``True`` demands it, ``False`` forces staging, ``None``
+            takes what is faster. A card of its own is filled faster through staging memory, once that is pinned: so that
+            is taken for large models, and where memory is kept.
         validation: Load Vulkan's validation layer.
         keep_bytes: Most memory that stays with the backend when a model or a load is closed, and goes to the next that
             needs just as much at once: for whoever loads again and again. It counts as free, is freed where it is in the

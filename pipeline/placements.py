@@ -271,8 +271,8 @@ def _multiplies_f32(backend: Backend, tensor: TensorInfo, intent: Intent) -> boo
 
 def slice_limit(capabilities: Capabilities) -> int:
     """Bytes of the largest slice that one binding and one allocation can hold, padding included."""
-    # In front of the first slice of a chunk there may be a part of a page.
-    chunk = capabilities.max_chunk_bytes - (PAGE if capabilities.fills_in_place else 0)
+    # In front of the first slice of a chunk there may be a part of a page, and behind the last one another.
+    chunk = capabilities.max_chunk_bytes - (2 * PAGE if capabilities.fills_in_place else 0)
     limit = min(chunk, capabilities.max_slice_bytes or chunk)
     return limit - limit % capabilities.slice_alignment
 

@@ -80,7 +80,7 @@ def cut(slices: Iterable[SliceSource], *, limit: int, max_gap: int) -> tuple[Ran
 
     Args:
         slices: In load order.
-        limit: Bytes, in the file and packed. Only a layout's granule, or a single block, can make a range larger.
+        limit: Bytes, in the file and packed. Only what a layout keeps together can make a range larger.
         max_gap: Bytes of padding between two neighbours that may be read along with them.
     """
     ranges: list[Range] = []

@@ -303,10 +303,13 @@ class DirectSource(PreadSource):
         starts = [part.offset + piece.offset for piece in part.pieces]
         shifts = [to.ctypes.data - start for to, start in zip(destinations, starts, strict=True)]
         if self.mode == "direct" and self._plan.lies_in_pages(part) and any(shift % PAGE for shift in shifts):
-            self._use_scratch("does not begin with a page")
+            self._use_scratch("does not lie within a page as the file does")
         return super().fetch_into(part, destinations)
 
     def _read_into(self, part: Range, destinations: Sequence[Bytes]) -> None:
+        if self.mode == "pread":
+            super()._read_into(part, destinations)
+            return
         buffers, copies = _pages(part, destinations)
         for buffer in buffers:
             # The kernel gets new memory faster in one go than a page at a time while the disk waits for it.

@@ -21,7 +21,7 @@ __all__ = ["Releaser"]
 
 
 class Releaser:
-    """Knows which page is still needed by which range. Methods block; one thread at a time.
+    """Knows which page is still needed by which range. Methods block; one thread at a time, but for ``release`` where nothing is dropped.
 
     Args:
         plan: All ranges of the load.

@@ -203,9 +203,11 @@ class Stream:
     def _close(self) -> None:
         """Wait for whatever is in flight and give all memory back, however the stream ended."""
         with ExitStack() as closing:
-            closing.callback(self._threads.shutdown)
             closing.callback(self._slabs.close)
             closing.callback(self._uploads.drain)
+            closing.callback(
+                self._threads.shutdown
+            )  # first: until their end they add uploads, and nobody may have joined them
 
     async def _measure(self) -> None:
         with self._probing:

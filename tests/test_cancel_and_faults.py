@@ -36,6 +36,7 @@ from ggufstream.errors import (
 from ggufstream.events import Event, HeaderRead, LoadCancelled, LoadFailed, LoadFinished, Progress
 from ggufstream.layouts import Bytes
 from ggufstream.ranges import Range
+from ggufstream.stream import Stream
 from ggufstream.threads import Lane
 from tests.small_models import write_model
 from tests.watching import Gate, nothing_is_left, traces_of
@@ -495,6 +496,34 @@ async def test_threads_that_cannot_be_started_are_a_lack_of_memory(path: Path, m
 
         with pytest.raises(OutOfHostMemoryError, match="no host memory to load"):
             await ggufstream.load(path, backend=backend, range_bytes=RANGE, sinks=[sink])
+
+
+@pytest.mark.parametrize("nth", range(1, 6))
+@pytest.mark.asyncio
+async def test_threads_that_run_already_leave_nothing_when_another_cannot_be_started(
+    path: Path, nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be packing still, into staging memory that they have just taken."""
+    start, process = threading.Thread.start, Stream._process
+    refused = threading.Event()
+    numbers = iter(range(1, 100))
+
+    def sometimes(thread: threading.Thread) -> None:
+        if thread.name.startswith("ggufstream") and next(numbers) == nth:
+            refused.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def late(stream: Stream, part: Range) -> None:
+        assert refused.wait(10)
+        process(stream, part)
+
+    monkeypatch.setattr(threading.Thread, "start", sometimes)
+    monkeypatch.setattr(Stream, "_process", late)
+    with CpuBackend(direct=False) as backend, nothing_is_left(path, backend):
+        with pytest.raises(OutOfHostMemoryError, match="no host memory to load"):
+            await ggufstream.load(path, backend=backend, workers=3, range_bytes=RANGE)
+        assert refused.is_set()
 
 
 @pytest.mark.asyncio

@@ -18,6 +18,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ggufstream.backends.base import Backend, Capabilities, Intent
+from ggufstream.backends.cpu import CpuBackend
 from ggufstream.errors import OptionError, OutOfDeviceMemoryError, UnsupportedByDeviceError
 from ggufstream.ggml_types import BY_ID, GGMLType
 from ggufstream.gguf_file import FileIndex
@@ -284,6 +285,27 @@ def specs(draw: st.DrawFn, *, shards: int = 1) -> list[Spec]:
         gap = draw(st.sampled_from([0, 0, 0, 1, 100, 5000]))
         result.append(Spec(draw(bases).format(number), ggml_type.name, (row, *rest), shard, gap))
     return result
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sizes=st.lists(
+        st.sampled_from([1024, 64 << 10, (1 << 20) - 8192, (1 << 20) - 4096, 1 << 20]), min_size=1, max_size=6
+    ),
+    gaps=st.lists(st.sampled_from([0, 32, 4064, 70_016]), min_size=6, max_size=6),
+)
+def test_a_slice_fits_a_chunk_with_what_is_left_free_around_it(sizes: list[int], gaps: list[int]) -> None:
+    """Where slices lie within pages as in the file, up to a part of a page is lost at each end."""
+    limit = 1 << 20
+    made = [
+        Spec(f"blk.{i}.attn_norm.weight", "I8", (32, size // 32), 0, gap)
+        for i, (size, gap) in enumerate(zip(sizes, gaps, strict=False))
+    ]
+    device = Device(CpuBackend(), max_chunk_bytes=limit, chunk_bytes=limit)
+    arena = plan_of(index_of(made), device).arenas[DEVICE]
+    assert arena.leads
+    for lead, nbytes in zip(arena.leads, arena.slice_bytes, strict=True):
+        assert lead + nbytes <= limit
 
 
 @settings(max_examples=120, deadline=None)

@@ -4,7 +4,7 @@ Only the binding's cffi library is used, not its Python functions: those raise `
 do not know and let arrays in nested structs be collected too early. Every call goes through :meth:`Vulkan.call`, so a
 subclass sees, counts and replaces all of them: that is how tests fake a lost device.
 
-Handles are integers. Every call lets other threads run meanwhile, but for those in ``_QUICK``.
+Handles are integers. Calls let other threads run meanwhile, but for those in ``_QUICK``.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ _QUICK: Final = frozenset(
     }
 )
 """Calls of a microsecond that wait for nobody. Where many threads want to run it takes a hundred times as long to get the
-interpreter lock back: these keep it. They take plain integers, which is a third of the time of cffi's typed pointers."""
+interpreter lock back: these keep it, unless a validation layer calls back. They take plain integers, which is a third of the time
+of cffi's typed pointers."""
 
 
 class Region(NamedTuple):
@@ -232,10 +233,10 @@ class Vulkan:
 
     def _constant(self, ctype: str, **fields: int) -> int:
         """The address of a struct of numbers, which stays."""
-        key = ctype, *fields.values()
+        key = ctype, *fields.items()
         struct = self._constants.get(key)
-        if struct is None:
-            struct = self._constants[key] = self._struct(ctype, **fields)
+        if struct is None:  # another thread may come to the same: the one that stays
+            struct = self._constants.setdefault(key, self._struct(ctype, **fields))
         return self._int(struct)
 
     def _array(self, ctype: str, items: Iterable[Any]) -> Any:

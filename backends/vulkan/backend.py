@@ -215,6 +215,10 @@ class VulkanBackend(Backend):
             return HostPages(self.device, pages, usage=USAGE_STORAGE)
         except DeviceLostError:
             raise
+        except (OutOfDeviceMemoryError, OutOfHostMemoryError):
+            if self._kept.nbytes():
+                raise  # some of that makes room for it
+            return None
         except DeviceError:
             self._imports.discard(what)
             return None

@@ -70,9 +70,10 @@ def plan_memory(
 
     Args:
         record: The device.
-        direct: ``True`` demands direct placement, ``False`` forbids it, ``None`` takes it where it is possible.
+        direct: ``True`` demands direct placement, ``False`` forbids it, ``None`` takes it where it is possible;
+            see ``prefers_staging``.
         arena_bits: Memory types that storage buffers may use.
-        staging_bits: Memory types that transfer buffers may use.
+        staging_bits: Memory types that staging buffers may use.
 
     Raises:
         UnsupportedByDeviceError: No memory fits, or ``direct`` is ``True`` and not possible here.

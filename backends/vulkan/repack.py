@@ -1,4 +1,5 @@
-"""Uploads whose planes the device writes itself: staging memory holds blocks as they are in the file.
+"""Uploads whose planes the device writes itself: staging memory holds blocks as they are in the file. And on a card of its
+own plain copies, too.
 
 Packing by processors is bounded by their number; the device reads the blocks at the speed of the bus, straight from the
 host's memory. A copy of them in its own memory, from which it would repack, takes a little longer (H200).
