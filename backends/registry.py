@@ -67,8 +67,9 @@ def open_backend(
         OptionError: No backend is called so, it has no device to choose, or it cannot keep so much.
         DeviceError: The backend cannot be opened; the message says what it lacks and how to get it.
     """
-    if keep_bytes < 0:
-        raise OptionError(f"keep_bytes={keep_bytes} is no number of bytes", remedy="Give at least 0")
+    given: object = keep_bytes
+    if not isinstance(given, int) or given < 0:
+        raise OptionError(f"keep_bytes={keep_bytes!r} is no number of bytes", remedy="Give at least 0")
     name, _, profile = spec.partition(":")
     if name == "vulkan" and profile:
         if device is not None:

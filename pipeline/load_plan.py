@@ -309,7 +309,10 @@ def check_fits(
         available = need.available - sum(holder.promised for holder in holders.values())
         if need.needed <= available:
             continue
-        if need.needed > available + sum(holder.nbytes for holder in holders.values()):
+        freed = sum(holder.nbytes for holder in holders.values())
+        # Memory of the host that a load has touched is neither free nor seen to be its: it may be all that it was promised.
+        most = (need.available if need.key == HOST else available) + freed
+        if need.needed > most:
             holders = {}  # it would not fit without them either
         available = max(0, available)
         there = [entry for entry in load_plan.entries if entry.arena in need.arenas]

@@ -241,6 +241,17 @@ def test_what_others_were_promised_is_no_room() -> None:
     assert decoded((1 << 30) - need.needed + 1) == 0
 
 
+def test_memory_of_the_host_that_others_have_touched_may_become_free() -> None:
+    """It is neither free nor seen to be theirs: whoever fits once they are gone is told who they are, and can wait."""
+    index = index_of([Spec("output_norm.weight", "F32", (1024, 256))])
+    load_plan = plan_of(index, Device(CpuBackend(), budget_bytes=500_000))
+    need = next(need for need in memory_needs(load_plan) if need.needed)
+    for nbytes, holders in ((600_000, ("another load",)), (500_000, ())):
+        with pytest.raises(OutOfDeviceMemoryError) as caught:
+            check_fits(load_plan, held={need.key: {"another load": Held(nbytes, nbytes)}})
+        assert caught.value.held_by == holders
+
+
 def test_only_on_the_device_that_is_full() -> None:
     index = index_of([Spec(f"blk.{n}.attn_q.weight", "IQ2_XXS", (1024, 1024)) for n in range(4)])
     backends = [Device(budget_bytes=1 << 20), Device(budget_bytes=16 << 20)]

@@ -193,6 +193,9 @@ def test_it_is_off_by_default() -> None:
         assert kept(backend) == 0
     with pytest.raises(OptionError, match="no number of bytes"):
         open_backend("cpu", keep_bytes=-1)
+    for wrong in ("1", None, 1.5):
+        with pytest.raises(OptionError, match="no number of bytes"):
+            open_backend("cpu", keep_bytes=wrong)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="keeps no memory"):
         open_backend("simulated", keep_bytes=1)
     for spec in ("cpu", "cpu_scalar", "auto", f"vulkan:{DEVICE}"):

@@ -341,7 +341,10 @@ def test_memory_that_does_not_begin_with_a_page(file: File) -> None:
     part = part_of(START, 5 * PAGE, is_congruent=True)
     with closing(file.open("direct")) as source:
         assert not source.fetch_into(part, [anonymous_memory(6 * PAGE, owner="test")[START + 16 :][: 5 * PAGE]])
-        assert source.reason == "test; the driver's memory does not lie within a page as the file does, so bytes are copied there"
+        assert (
+            source.reason
+            == "test; the driver's memory does not lie within a page as the file does, so bytes are copied there"
+        )
         assert not source.reads_in_place(part)
         assert fetched(source, part) == file.data[START : START + 5 * PAGE].tobytes()
         assert source.mode == "direct"
