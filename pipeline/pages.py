@@ -29,6 +29,7 @@ __all__ = [
     "cached_bytes",
     "evict",
     "filesystem_type",
+    "is_being_read",
     "page_span",
     "rss_bytes",
 ]
@@ -81,20 +82,7 @@ class Residency:
         if cached == self.pages.size * PAGE:
             self.pages[:] = True
         elif cached != 0:
-            try:
-                mapping = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-            except (OSError, ValueError):  # some FUSE file systems map nothing, and a file may just have been cut
-                self.pages = np.broadcast_to(np.True_, self.pages.size)
-                return
-            with mapping:
-                start = np.frombuffer(mapping, np.uint8).ctypes.data  # no array may refer to the mapping as it closes
-                for first, last in _data(descriptor, size):
-                    state = self.pages[first:last].view(np.uint8)
-                    nbytes = min(last * PAGE, size) - first * PAGE
-                    known = _libc.mincore(start + first * PAGE, nbytes, state.ctypes.data) == 0
-                    state &= 1
-                    if not known:
-                        state[:] = 1
+            self.pages = _incore(descriptor, size)
 
     @property
     def cached_bytes(self) -> int:
@@ -112,6 +100,25 @@ class Residency:
         edges = np.flatnonzero(np.diff(absent, prepend=False, append=False))
         for start, stop in edges.reshape(-1, 2).tolist():
             yield first + start, first + stop
+
+
+def _incore(descriptor: int, size: int) -> npt.NDArray[np.bool_]:
+    """By page of a file, whether ``mincore`` says that it can be read at once; all, where the file cannot be mapped."""
+    pages = np.zeros(-(-size // PAGE), np.bool_)
+    try:
+        mapping = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    except (OSError, ValueError):  # some FUSE file systems map nothing, and a file may just have been cut
+        return np.broadcast_to(np.True_, pages.size)
+    with mapping:
+        start = np.frombuffer(mapping, np.uint8).ctypes.data  # no array may refer to the mapping as it closes
+        for first, last in _data(descriptor, size):
+            state = pages[first:last].view(np.uint8)
+            nbytes = min(last * PAGE, size) - first * PAGE
+            known = _libc.mincore(start + first * PAGE, nbytes, state.ctypes.data) == 0
+            state &= 1
+            if not known:
+                state[:] = 1
+    return pages
 
 
 def _data(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
@@ -150,6 +157,17 @@ def cached_bytes(descriptor: int) -> int | None:
     if _libc.syscall(ctypes.c_long(_CACHESTAT), *arguments) != 0:
         return None
     return int(found.cached) * PAGE
+
+
+def is_being_read(descriptor: int, size: int) -> bool:
+    """Whether pages of a file are on their way into the page cache: the kernel reads ahead. False where it cannot be known.
+
+    ``cachestat`` counts such pages, ``mincore`` does not.
+    """
+    if not cached_bytes(descriptor):
+        return False
+    ready = int(np.count_nonzero(_incore(descriptor, size))) * PAGE
+    return (cached_bytes(descriptor) or 0) > ready
 
 
 class CacheLook:

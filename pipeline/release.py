@@ -6,6 +6,7 @@ that order. A page that two ranges share waits for both; a page that holds bytes
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -13,11 +14,17 @@ import numpy as np
 
 from ggufstream.load_plan import LoadPlan
 from ggufstream.options import PageCacheMode, Placement
-from ggufstream.pages import PAGE, Residency, evict, page_span
+from ggufstream.pages import PAGE, Residency, evict, is_being_read, page_span
 from ggufstream.ranges import Range
 from ggufstream.read import Source
 
 __all__ = ["Releaser"]
+
+READ_AHEAD_SECONDS = 0.002
+READ_AHEAD_LOOKS = 100
+"""How long, and how often at most, to wait for what the kernel reads ahead: 8 MiB a reader on some disks. Others may
+read the file all the time.
+"""
 
 
 class Releaser:
@@ -39,6 +46,7 @@ class Releaser:
             page_cache = "drop" if any(device.memory == "unified" for device in plan.devices) else "auto"
         self.page_cache = page_cache
         keeps = page_cache == "keep" or (page_cache == "auto" and all(seen.pages.all() for seen in residency))
+        self._evicts = not keeps
         self.is_idle = keeps and not any(source.maps for source in sources)
         """No page is ever dropped: ``release`` does nothing, and may be called from any thread."""
         self.released_bytes = 0
@@ -80,11 +88,20 @@ class Releaser:
     def finish(self) -> None:
         """Everything is loaded: drop headers, padding and what the kernel read ahead, and all else once more."""
         for shard, source in enumerate(self._sources):
-            position = 0
-            pages = -(-source.shard.size // PAGE)
-            for first, last in sorted([*self._kept[shard], (pages, pages)]):
-                self._drop(shard, position, first)
-                position = max(position, last)
+            for _ in range(READ_AHEAD_LOOKS):
+                # Pages that are still being read stay in the cache, whatever it is advised: wait for them.
+                is_late = self._evicts and is_being_read(source.descriptor, source.shard.size)
+                self._drop_all(shard)
+                if not is_late:
+                    break
+                time.sleep(READ_AHEAD_SECONDS)
+
+    def _drop_all(self, shard: int) -> None:
+        position = 0
+        pages = -(-self._sources[shard].shard.size // PAGE)
+        for first, last in sorted([*self._kept[shard], (pages, pages)]):
+            self._drop(shard, position, first)
+            position = max(position, last)
 
     def evict_mapped(self, shard: int, descriptor: int) -> None:
         """Nothing maps the pages any more that a device has read in place: evict them as all others."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,7 +19,7 @@ from ggufstream.backends.host_memory import anonymous_memory
 from ggufstream.gguf_file import Shard
 from ggufstream.load_plan import LoadPlan
 from ggufstream.options import IOMode, PageCacheMode, Placement
-from ggufstream.pages import PAGE, Residency, page_span
+from ggufstream.pages import PAGE, Residency, is_being_read, page_span
 from ggufstream.read import Choice, Source, open_source
 from ggufstream.release import Releaser
 from tests.plans import Device, Spec, chill, disk_folder, index_of, plan_of, warm, write_file
@@ -71,6 +72,7 @@ class Watch:
             source.evicted += range(first, last)
 
         monkeypatch.setattr("ggufstream.release.evict", evict)
+        monkeypatch.setattr("ggufstream.release.is_being_read", lambda descriptor, size: False)
         self.releaser = Releaser(load_plan, cast("list[Source]", self.sources), residency, mode)
 
 
@@ -290,3 +292,23 @@ def test_keep_leaves_everything(path: Path, mode: IOMode) -> None:
     before, after, _ = stream(path, mode, "keep", warm_pages=range(total), backend=Device())
     assert before.all()
     assert after.all()
+
+
+@modes
+def test_what_the_kernel_still_reads_ahead_goes_too(path: Path, mode: IOMode) -> None:
+    """Such pages stay in the cache, whatever it is advised: as they arrive, the load may be over."""
+    specs = [Spec("output.weight", "I8", (1 << 20, 64))]
+    index, _ = write_file(index_of(specs), path)
+    chill(path)
+    load_plan = plan_of(index)
+    shard = index.shards[0]
+    with ExitStack() as stack:
+        file = stack.enter_context(path.open("rb"))
+        source = open_source(shard, load_plan, Choice(mode, ""))
+        stack.callback(source.close)
+        releaser = Releaser(load_plan, [source], [Residency(file.fileno(), shard.size)], "drop")
+        for offset in range(0, shard.size, 1 << 20):
+            os.posix_fadvise(file.fileno(), offset, 1 << 20, os.POSIX_FADV_WILLNEED)
+        releaser.finish()
+        assert not is_being_read(file.fileno(), shard.size)
+        assert Residency(file.fileno(), shard.size).cached_bytes == 0
