@@ -16,13 +16,12 @@ memory, tickets) it records at once: however the stream ends, nothing may be los
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from functools import partial
@@ -46,7 +45,7 @@ from ggufstream.read import Source
 from ggufstream.release import Releaser
 from ggufstream.repack import destinations, flush, joined, pack, pieces, staged_regions
 from ggufstream.slabs import Slabs
-from ggufstream.threads import Lane, Mailbox, clean_up_in_thread, in_thread, uninterrupted
+from ggufstream.threads import Lane, Mailbox, clean_up_in_thread, in_thread
 from ggufstream.upload import Upload, Uploads
 
 __all__ = ["Stream", "default_workers"]
@@ -133,8 +132,6 @@ class Stream:
         self._feeding = True
         # The uploads of each device, releasing and giving back have a thread each.
         self._threads = ThreadPoolExecutor(self.workers + len(backends) + 2, thread_name_prefix="ggufstream")
-        self._running: list[Future[None]] = []
-        """What threads do, until somebody waits for it."""
         self._bytes_done = 0
         self._bytes_total = plan.stream_bytes
         self._left = {i: entry.tensor.nbytes for i, entry in enumerate(plan.entries) if entry.slices}
@@ -149,7 +146,9 @@ class Stream:
         self._todo: Lane[Range] = Lane()
         self._packed: list[Lane[Range]] = [Lane() for _ in backends]
         self._arrived: Lane[Range] = Lane()
-        self._news: Mailbox[tuple[Callable[[Range], None], Range]] = Mailbox()
+        self._news: Mailbox[Callable[[], None]] = Mailbox()
+        self._failure: BaseException | None = None
+        """Of a thread, until it is told."""
 
     @property
     def staging_peak_bytes(self) -> int:
@@ -171,17 +170,16 @@ class Stream:
                 tasks.start_soon(self._tell)  # before the threads: it is what ends them
                 await self._has_work.wait()  # they would only be in the way of who feeds them
                 await in_thread(self._start_threads)
-                for _ in range(len(self._running)):
-                    tasks.start_soon(self._join)
+                self._sample()
                 tasks.start_soon(self._measure)
         except BaseExceptionGroup as group:
             raise _first(group) from None
         finally:
             self._stop()
-            self._running.clear()  # their errors refer to us
             try:
                 await clean_up_in_thread(self._close)
             finally:
+                self._failure = None  # it refers to us
                 self._slabs.release()
 
     def _start_threads(self) -> None:
@@ -192,13 +190,27 @@ class Stream:
         """
         works: list[Callable[[], None]] = [self._work] * self.workers
         works += [partial(self._upload, device) for device in self._staged if device is not None]
-        for work in (*works, self._release):
-            self._running.append(self._threads.submit(copy_context().run, work))
+        if not self._releaser.is_idle:
+            works.append(self._release)
+        for work in works:
+            self._threads.submit(copy_context().run, self._report, work)
         self._threads.submit(int)  # one more, for what comes up
+        self._measure_memory()
 
-    async def _join(self) -> None:
-        """Wait for the end of one of the threads, and raise its error."""
-        await uninterrupted(asyncio.wrap_future(self._running.pop()))
+    def _report(self, work: Callable[[], None]) -> None:
+        """Do what a thread does. Its error is news: the stream waits for nothing else of it."""
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - it is raised where the news are told
+            self._failure = self._failure or error
+            self._news.put(self._fail)
+
+    def _fail(self) -> None:
+        try:
+            if self._failure is not None:
+                raise self._failure
+        finally:
+            self._failure = None
 
     def _close(self) -> None:
         """Wait for whatever is in flight and give all memory back, however the stream ended."""
@@ -410,16 +422,16 @@ class Stream:
         self._measure_memory()
         if self._releaser.is_idle:
             self._drop_pages(part)
-            self._news.put((self._arrived_and_moved, part))
+            self._news.put(partial(self._arrived_and_moved, part))
         else:
-            self._news.put((self._progress, part))
+            self._news.put(partial(self._progress, part))
             self._arrived.put(part)
 
     def _release(self) -> None:
         """Drop the pages of what has arrived. One thread."""
         while (part := self._arrived.get()) is not None:
             self._drop_pages(part)
-            self._news.put((self._moved, part))
+            self._news.put(partial(self._moved, part))
 
     def _drop_pages(self, part: Range) -> None:
         with self._timed(part, "release"):
@@ -459,11 +471,9 @@ class Stream:
     async def _tell(self) -> None:
         """Tell what is done, for as many ranges at once as there are, and give their budget back."""
         try:
-            await in_thread(self._measure_memory)
-            self._sample()
             while self._moving:
-                for tell, part in await self._news.get():
-                    tell(part)
+                for tell in await self._news.get():
+                    tell()
                 await self._slabs.pass_on(is_last=not self._feeding)
                 if time.perf_counter() - self._sampled_at >= SAMPLE_SECONDS:
                     self._sample()
