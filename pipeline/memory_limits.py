@@ -7,7 +7,6 @@ bound by the groups above it, too, as far as they can be seen from here.
 from __future__ import annotations
 
 import mmap
-import os
 import re
 import resource
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,8 +16,6 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 __all__ = ["available_memory"]
-
-_MOST = 1 << 16
 
 
 class _Version(NamedTuple):
@@ -57,15 +54,9 @@ def available_memory(root: Path = Path("/")) -> int | None:
 
 
 def _read(path: str) -> str:
-    """All of one of the kernel's small files. Each load asks for a dozen: Python's own files take three times as long."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        parts = [os.read(descriptor, _MOST)]
-        while len(parts[-1]) == _MOST:
-            parts.append(os.read(descriptor, _MOST))
-    finally:
-        os.close(descriptor)
-    return b"".join(parts).decode(errors="replace")
+    """All of one of the kernel's small files. Each load asks for thirty: by way of ``Path`` that takes five times as long."""
+    with open(path, "rb", buffering=0) as file:
+        return (file.read() or b"").decode(errors="replace")
 
 
 def _left_by_groups(root: Path) -> Iterator[int]:

@@ -166,8 +166,10 @@ def is_being_read(descriptor: int, size: int) -> bool:
     """
     if not cached_bytes(descriptor):
         return False
-    ready = int(np.count_nonzero(_incore(descriptor, size))) * PAGE
-    return (cached_bytes(descriptor) or 0) > ready
+    with suppress(OSError):
+        ready = int(np.count_nonzero(_incore(descriptor, size))) * PAGE
+        return (cached_bytes(descriptor) or 0) > ready
+    return False
 
 
 class CacheLook:
