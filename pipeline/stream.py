@@ -142,7 +142,6 @@ class Stream:
         spare = max(UPLOADS, self.workers * 2 // 3) if self._staged else self.workers + 2
         self._window = anyio.Semaphore(self.workers + spare, fast_acquire=True)
         """Ranges under way: enough that no worker waits for the event loop or the device, and few slabs."""
-        self._has_work = anyio.Event()
         self._todo: Lane[Range] = Lane()
         self._packed: list[Lane[Range]] = [Lane() for _ in backends]
         self._arrived: Lane[Range] = Lane()
@@ -168,7 +167,6 @@ class Stream:
                 tasks.start_soon(self._grow, send_runs)
                 tasks.start_soon(self._feed, runs)
                 tasks.start_soon(self._tell)  # before the threads: it is what ends them
-                await self._has_work.wait()  # they would only be in the way of who feeds them
                 await in_thread(self._start_threads)
                 self._sample()
                 tasks.start_soon(self._measure)
@@ -287,9 +285,7 @@ class Stream:
                     await self._window.acquire()
                     await self._slabs.charge(part)
                     self._todo.put(part)
-                    self._has_work.set()
         self._feeding = False
-        self._has_work.set()
         self._todo.close()
 
     def _grow_to(self, arena: Arena, index: int) -> None:

@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -33,6 +34,24 @@ def test_a_lane_hands_each_item_to_one_reader_and_its_end_to_all() -> None:
             lane.put(i)
         lane.close()
         assert sorted(item for reader in readers for item in reader.result(10)) == list(range(1000))
+
+
+def test_a_lane_wakes_somebody_for_each_item() -> None:
+    lane: Lane[int] = Lane()
+    done: SimpleQueue[int] = SimpleQueue()
+
+    def read() -> None:
+        for item in iter(lane.get, None):
+            done.put(item)
+
+    with ThreadPoolExecutor(3) as threads:
+        readers = [threads.submit(read) for _ in range(3)]
+        for i in range(1000):  # between two of them all readers wait again, or are about to
+            lane.put(i)
+            assert done.get(timeout=10) == i
+        lane.close()
+        for reader in readers:
+            reader.result(10)
 
 
 def test_a_stopped_lane_gives_nothing_more() -> None:
