@@ -484,6 +484,10 @@ def _log_validation() -> None:
             structlog.get_logger("ggufstream").warning("vulkan_validation", message=message)
 
 
+def _is_of_a_verb(option: str) -> bool:
+    return any(option in parameter.opts for verb in commands.commands.values() for parameter in verb.params)
+
+
 def run_verb(name: str, arguments: Sequence[str]) -> int:
     """Run the verb that ``arguments`` name, and return the exit code.
 
@@ -508,5 +512,8 @@ def run_verb(name: str, arguments: Sequence[str]) -> int:
         return error.exit_code
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx is not None else name
-        raise OptionError(f"{error.format_message().rstrip('.')} (see `{path} --help`)") from None
+        what = error.format_message().rstrip(".")
+        if isinstance(error, click.NoSuchOption) and path == name and _is_of_a_verb(error.option_name):
+            what = f"{error.option_name} comes after the command"
+        raise OptionError(f"{what} (see `{path} --help`)") from None
     return code if isinstance(code, int) else 0

@@ -326,7 +326,8 @@ def _os_error(path: str, error: OSError) -> FileError:
         with contextlib.suppress(OSError):
             what = f"a symbolic link to {quoted(os.readlink(path))}, which does not exist"
             return MissingFileError(what, file=path, remedy="Restore its target, or download the model again.")
-        return MissingFileError(f"the file was not found ({reason})", file=path, remedy="Check the path.")
+        remedy = "Files are read from this machine: download it first." if "://" in path else "Check the path."
+        return MissingFileError(f"the file was not found ({reason})", file=path, remedy=remedy)
     remedy = _CHECK
     if isinstance(error, PermissionError):
         remedy = "Check the permissions of the file and of the folders above it (`namei -l`)."

@@ -27,7 +27,7 @@ def split_layers(
     shares = options.device_weights or _free_shares(devices)
     if len(shares) != len(devices):
         raise OptionError(
-            f"device_weights has {len(shares)} values, and there are {len(devices)} devices",
+            f"device_weights has {_counted(len(shares), 'value')} for {_counted(len(devices), 'device')}",
             remedy="Give one weight a device",
         )
     if len(devices) == 1:
@@ -50,6 +50,10 @@ def split_layers(
     if options.device_weights is None:
         _relieve(result, costs, devices)
     return result
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def _layer_costs(

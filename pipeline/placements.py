@@ -102,9 +102,9 @@ def _parse(pattern: str, where: str, devices: int) -> _Override:
         return _Override(compiled, where, Placement.ARENA, int(match[1]))
     if where in Placement.__members__:
         return _Override(compiled, where, Placement(where), None)
+    last = f" to device:{devices - 1}" if devices > 1 else ""
     raise OptionError(
-        f"override {pattern!r}: there is no place {where!r}",
-        remedy=f"Choose ARENA, HOST, ROWS, or device:0 to device:{devices - 1}",
+        f"override {pattern!r}: there is no place {where!r}", remedy=f"Choose ARENA, HOST, ROWS, or device:0{last}"
     )
 
 

@@ -368,7 +368,7 @@ def show_devices(backends: Sequence[Mapping[str, Any]]) -> None:
             for label, value in _device(device):
                 facts.add_row(label, value)
         for lack in backend.get("lacks", ()):
-            facts.add_row(Text("lacks", "yellow"), printable(lack))
+            facts.add_row(Text("note", "yellow"), printable(lack))
         name = Text(printable(backend["name"]), "bold")
         if not backend["available"]:
             name.append(" (not available here)", "yellow")
@@ -401,4 +401,4 @@ def _device(device: Mapping[str, Any]) -> Iterator[tuple[RenderableType, Rendera
     if access:
         yield "mapped files", printable(f"{'read in place' if access['works'] else 'copied'} ({access['reason']})")
     for lack in device.get("lacks", ()):
-        yield Text("lacks", "yellow"), printable(lack)
+        yield Text("note", "yellow"), printable(lack)

@@ -327,6 +327,7 @@ def test_a_failed_load_is_one_json_record(call: Call, tmp_path: Path, verbosity:
         (["load", "--override", "ffn", "x"], "--override 'ffn' names no place"),
         (["plan", "--workers", "0", "x"], "0 is not in the range"),
         (["inspect", "--wrong", "x"], "No such option"),
+        (["--io", "mmap", "load", "x"], "--io comes after the command"),
     ],
 )
 def test_usage_error_is_one_line_and_exit_2(call: Call, arguments: list[str], part: str) -> None:

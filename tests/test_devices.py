@@ -271,7 +271,7 @@ def test_the_first_override_that_matches_decides() -> None:
     ("override", "says"),
     [
         (("(", "HOST"), "not a regular expression"),
-        (("a", "DISK"), "there is no place 'DISK'"),
+        (("a", "DISK"), "there is no place 'DISK'. Choose ARENA, HOST, ROWS, or device:0"),
         (("a", "device:1"), "there is no place 'device:1'"),
         (("attn", "ROWS"), "blk.0.attn_q.weight"),
     ],
@@ -343,7 +343,7 @@ async def test_devices_of_different_kinds_are_one_load(mixed: Path) -> None:
 
 @pytest.mark.asyncio
 async def test_the_device_that_is_full_is_named(mixed: Path) -> None:
-    with pytest.raises(OptionError, match="2 values, and there are 1 devices"):
+    with pytest.raises(OptionError, match="2 values for 1 device"):
         await ggufstream.load(mixed, backend="cpu", device_weights=[1, 2])
     with pytest.raises(OptionError, match="both given"):
         await ggufstream.load(mixed, backend="cpu", devices=["cpu"])

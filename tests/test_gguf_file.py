@@ -615,6 +615,7 @@ async def test_missing_and_dangling(tmp_path: Path) -> None:
     error = await refused(tmp_path / "none.gguf", MissingFileError, "none.gguf", "not found")
     assert isinstance(error, FileNotFoundError)
     await refused("", MissingFileError)
+    await refused("https://example.com/x.gguf", MissingFileError, "not found", "download it first")
     link = tmp_path / "link.gguf"
     link.symlink_to("gone.gguf")
     await refused(link, MissingFileError, "symbolic link", "gone.gguf")
