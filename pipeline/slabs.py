@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from ggufstream.pages import PAGE
 from ggufstream.ranges import Range
 from ggufstream.read import Source
 from ggufstream.repack import staged_bytes
+from ggufstream.threads import in_thread
 
 __all__ = ["SlabPool", "Slabs"]
 
@@ -74,7 +75,6 @@ class Slabs:
         sources: By shard.
         budget: Shared with other loads.
         in_place: Whether a range is read straight to its destination.
-        hop: Runs blocking work in a thread.
     """
 
     def __init__(
@@ -85,12 +85,10 @@ class Slabs:
         sources: Sequence[Source],
         budget: ByteBudget,
         in_place: Callable[[Range], bool],
-        hop: Callable[[Callable[[], None]], Awaitable[None]],
     ) -> None:
         self._plan = plan
         self._budget = budget
         self._in_place = in_place
-        self._hop = hop
         self._largest = max((part.nbytes for part in plan.ranges), default=0)
         self._repacking = {part.arena for part in plan.ranges if not plan.is_moved(part)}
         """Arenas of which the processors repack some range."""
@@ -178,7 +176,7 @@ class Slabs:
         self._spare.clear()
         if spare:
             try:
-                await self._hop(self.close)
+                await in_thread(self.close)
             finally:
                 self._budget.release(spare)
 

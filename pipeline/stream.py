@@ -21,11 +21,10 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Literal
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
@@ -49,8 +48,6 @@ from ggufstream.threads import Lane, Mailbox, clean_up_in_thread, in_thread
 from ggufstream.upload import Upload, Uploads
 
 __all__ = ["Stream", "default_workers"]
-
-_T = TypeVar("_T")
 
 FIRST_LAYER = 0
 """A forward pass can begin when the tensors before the first block, and of it, are ready."""
@@ -117,9 +114,7 @@ class Stream:
         self._releaser = releaser
         self._checks = checks
         self._emit = emit
-        self._slabs = Slabs(
-            plan=plan, backends=backends, sources=sources, budget=budget, in_place=self._reads_in_place, hop=self._hop
-        )
+        self._slabs = Slabs(plan=plan, backends=backends, sources=sources, budget=budget, in_place=self._reads_in_place)
         self._uploads = Uploads()
         self._staged = Counter(plan.arenas[part.arena].device for part in plan.ranges if plan.is_staged(part))
         """Staged ranges by device."""
@@ -130,8 +125,8 @@ class Stream:
         self._moving = len(plan.ranges)
         """Ranges that have not been through all stages."""
         self._feeding = True
-        # The uploads of each device, releasing and giving back have a thread each.
-        self._threads = ThreadPoolExecutor(self.workers + len(backends) + 2, thread_name_prefix="ggufstream")
+        self._threads: list[threading.Thread] = []
+        """The workers; and one for the uploads to each device, and for releasing."""
         self._bytes_done = 0
         self._bytes_total = plan.stream_bytes
         self._left = {i: entry.tensor.nbytes for i, entry in enumerate(plan.entries) if entry.slices}
@@ -168,7 +163,6 @@ class Stream:
                 tasks.start_soon(self._feed, runs)
                 tasks.start_soon(self._tell)  # before the threads: it is what ends them
                 await in_thread(self._start_threads)
-                self._sample()
                 tasks.start_soon(self._measure)
         except BaseExceptionGroup as group:
             raise _first(group) from None
@@ -190,10 +184,10 @@ class Stream:
         works += [partial(self._upload, device) for device in self._staged if device is not None]
         if not self._releaser.is_idle:
             works.append(self._release)
-        for work in works:
-            self._threads.submit(copy_context().run, self._report, work)
-        self._threads.submit(int)  # one more, for what comes up
-        self._measure_memory()
+        for number, work in enumerate(works):
+            thread = threading.Thread(target=copy_context().run, args=(self._report, work), name=f"ggufstream_{number}")
+            thread.start()
+            self._threads.append(thread)
 
     def _report(self, work: Callable[[], None]) -> None:
         """Do what a thread does. Its error is news: the stream waits for nothing else of it."""
@@ -215,17 +209,12 @@ class Stream:
         with ExitStack() as closing:
             closing.callback(self._slabs.close)
             closing.callback(self._uploads.drain)
-            closing.callback(
-                self._threads.shutdown
-            )  # first: until their end they add uploads, and nobody may have joined them
+            for thread in self._threads:  # first: until their end they add uploads
+                closing.callback(thread.join)
 
     async def _measure(self) -> None:
         with self._probing:
             await self.probe.run()
-
-    async def _hop(self, work: Callable[[], _T]) -> _T:
-        """Run ``work`` in a thread of the stream's own. Cancelling waits for its end."""
-        return await in_thread(work, self._threads)
 
     @contextmanager
     def _timed(self, part: Range, stage: Literal["read", "repack", "release"]) -> Iterator[None]:
@@ -467,14 +456,16 @@ class Stream:
     async def _tell(self) -> None:
         """Tell what is done, for as many ranges at once as there are, and give their budget back."""
         try:
+            await in_thread(self._measure_memory)
+            self._sample(self._started)  # what is seen first stands for the beginning
             while self._moving:
                 for tell in await self._news.get():
                     tell()
                 await self._slabs.pass_on(is_last=not self._feeding)
                 if time.perf_counter() - self._sampled_at >= SAMPLE_SECONDS:
-                    self._sample()
-            await self._hop(self._finish)
-            self._sample()
+                    self._sample(time.perf_counter())
+            await in_thread(self._finish)
+            self._sample(time.perf_counter())
             self._probing.cancel()
         finally:
             self._stop()
@@ -508,8 +499,8 @@ class Stream:
             )
         )
 
-    def _sample(self) -> None:
-        self._sampled_at = time.perf_counter()
+    def _sample(self, at: float) -> None:
+        self._sampled_at = at
         self._emit(
             Sampled(
                 load_id=self._load_id,

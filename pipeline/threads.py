@@ -12,7 +12,6 @@ import contextvars
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Executor
 from contextlib import suppress
 from typing import Generic, TypeVar
 
@@ -50,8 +49,8 @@ async def uninterrupted(work: Awaitable[_T]) -> _T:
         del future, cancelled
 
 
-async def in_thread(work: Callable[[], _T], executor: Executor | None = None) -> _T:
-    """Run ``work`` in a thread of ``executor`` (of the event loop's own where ``None``); waits for its end, always.
+async def in_thread(work: Callable[[], _T]) -> _T:
+    """Run ``work`` in a thread of the event loop's own executor; waits for its end, always.
 
     In a scope that is cancelled already, ``work`` is not begun.
     """
@@ -64,7 +63,7 @@ async def in_thread(work: Callable[[], _T], executor: Executor | None = None) ->
 
     def started() -> Awaitable[_T]:
         try:
-            return asyncio.get_running_loop().run_in_executor(executor, context.run, begin)
+            return asyncio.get_running_loop().run_in_executor(None, context.run, begin)
         except RuntimeError:  # no thread can be started; the executor keeps the call for later all the same
             todo.clear()
             raise
