@@ -27,10 +27,12 @@ __all__ = ["STEP_BYTES", "Bytes", "Extent", "Layout", "Run"]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 """A one-dimensional, contiguous array of bytes: how all packing code sees memory."""
 
-STEP_BYTES = min(8, max(1, len(os.sched_getaffinity(0)) // 2)) << 20
-"""File bytes that are packed at a time: they are still in a core's cache for the second field, and the calls are rare enough
-that many threads do not queue for the interpreter lock. Two threads are fastest with 512 KiB to 1 MiB; of sixteen, 2 MiB
-take a tenth of the speed, and 512 KiB half of it."""
+_PROCESSORS = len(os.sched_getaffinity(0))
+
+STEP_BYTES = 512 << 10 if _PROCESSORS <= 4 else min(8, _PROCESSORS // 2) << 20
+"""File bytes that are worked on at a time: few enough that a core's cache has them for what is done next, packing the second
+field or hashing, and so many that the calls are rare, and many threads do not queue for the interpreter lock. Two threads are
+fastest with 256 to 512 KiB; of sixteen, 2 MiB take a tenth of the speed, and 512 KiB half of it."""
 
 
 class Run(NamedTuple):

@@ -12,7 +12,7 @@ bytes of the file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, ClassVar, TypeAlias
 
@@ -27,7 +27,7 @@ __all__ = ["ROWS", "X8", "tile_dtype"]
 ROWS = 8
 """Of a group."""
 
-_Copy: TypeAlias = Callable[[npt.NDArray[Any], npt.NDArray[Any]], None]
+_Items: TypeAlias = npt.NDArray[Any]
 
 
 @cache
@@ -55,21 +55,28 @@ class X8(Layout):
         return (Run(first * size, count * size),)
 
     def pack(self, extent: Extent, source: Bytes, runs: Sequence[Bytes]) -> None:
-        self._move(extent, source, runs[0], np.copyto)
+        for tiles, blocks in _pairs(extent, source, runs[0]):
+            tiles[...] = blocks
 
     def unpack(self, extent: Extent, runs: Sequence[Bytes], destination: Bytes) -> None:
-        self._move(extent, destination, runs[0], lambda tiles, blocks: np.copyto(blocks, tiles))
+        for tiles, blocks in _pairs(extent, destination, runs[0]):
+            blocks[...] = tiles
 
-    def _move(self, extent: Extent, in_file: Bytes, packed: Bytes, copy: _Copy) -> None:
-        """Apply ``copy`` to each field's places in ``packed`` and in ``in_file``, group by group, then to the tail."""
-        ggml_type, columns = extent.type, extent.row_blocks
-        group = ROWS * max(columns, 1) * ggml_type.block_bytes
-        whole = packed.size - packed.size % group
-        tiles = packed[:whole].view(tile_dtype(ggml_type)).reshape(-1, columns)
-        blocks = in_file[:whole].view(ggml_type.block_dtype).reshape(-1, ROWS, columns)
-        fields = [(tiles[name], blocks[name].transpose(0, 2, 1)) for name in ggml_type.fields]
-        step = max(1, STEP_BYTES // group)  # a few groups, so that they come from memory once, not for each field
-        for start in range(0, len(tiles), step):
-            for places, sources in fields:
-                copy(places[start : start + step], sources[start : start + step])
-        copy(packed[whole:], in_file[whole:])
+
+def _pairs(extent: Extent, in_file: Bytes, packed: Bytes) -> Iterator[tuple[_Items, _Items]]:
+    """Places in ``packed`` and in ``in_file``, in steps of a few groups that stay in a core's cache, then the tail.
+
+    The largest field of each step goes first, as in :mod:`planar <ggufstream.layouts.planar>`.
+    """
+    ggml_type, columns = extent.type, extent.row_blocks
+    group = ROWS * max(columns, 1) * ggml_type.block_bytes
+    whole = packed.size - packed.size % group
+    tiles = packed[:whole].view(tile_dtype(ggml_type)).reshape(-1, columns)
+    blocks = in_file[:whole].view(ggml_type.block_dtype).reshape(-1, ROWS, columns)
+    names = sorted(ggml_type.fields, key=lambda name: -ggml_type.fields[name])
+    fields = [(tiles[name], blocks[name].transpose(0, 2, 1)) for name in names]
+    step = max(1, STEP_BYTES // group)
+    for start in range(0, len(tiles), step):
+        for places, sources in fields:
+            yield places[start : start + step], sources[start : start + step]
+    yield packed[whole:], in_file[whole:]
