@@ -3,7 +3,8 @@
 A tensor's pieces are read by several threads at once, and a digest wants them one after the other. Ranges are handed to
 the workers in order, so whoever has read a piece waits until the piece before it was hashed: the worker of the lowest
 range that is not done never waits, and whatever ends the stream calls :meth:`Checks.stop`, which wakes all others. What
-is hashed is what is packed: bytes are not read a second time for it.
+is hashed is what is packed: bytes are not read a second time for it. Where they are read straight to their place, each step
+is hashed while a core's cache has it, unless it is not its turn yet.
 
 Digests of tensors find corruption: xxh3 and xxh64 are fast, but no match for an attacker who can write the file. Against
 one there is the sha256 of the whole file, for which it is read once more, beside the stream. Tables that stay in the file
@@ -15,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -38,8 +39,8 @@ from ggufstream.layouts import Bytes
 from ggufstream.load_plan import LoadPlan
 from ggufstream.manifest import Manifest
 from ggufstream.pages import PAGE, Residency, evict, page_span
-from ggufstream.ranges import Range
-from ggufstream.read import Source
+from ggufstream.ranges import Piece, Range
+from ggufstream.read import Source, Took
 from ggufstream.report import DigestReport
 from ggufstream.threads import in_thread
 
@@ -63,6 +64,8 @@ class Hash(Protocol):
     def update(self, data: memoryview, /) -> None: ...
 
     def hexdigest(self) -> str: ...
+
+    def copy(self) -> Hash: ...
 
 
 def new_hash(algorithm: str) -> Hash:
@@ -164,6 +167,8 @@ class Checks:
         self._changed = threading.Condition()
         self._hashed: dict[int, _Hashed] = {}
         """By index of the entry: tensors of which a part is hashed."""
+        self._followed: dict[int, set[int]] = {}
+        """By index of the range: pieces that were hashed as they were read."""
         self._is_stopped = False
         self._checked = 0
         """Tensors."""
@@ -175,6 +180,26 @@ class Checks:
                 f"of {len(sources)} file{'s' if len(sources) > 1 else ''}",
                 remedy="Give one for each shard, in order",
             )
+
+    def follow(self, part: Range) -> Took | None:
+        """What hashes a range's pieces as they are read, as far as their turn has come: never blocks. ``update`` does the
+        rest. ``None`` where nothing is hashed.
+        """
+        if self._manifest is None:
+            return None
+        followed = self._followed[part.index] = set()
+
+        def take(i: int, steps: Iterator[memoryview]) -> None:
+            piece = part.pieces[i]
+            hashed = self._begin(part, piece)
+            for data in steps:
+                if hashed is not None:
+                    hashed.found.update(data)
+            if hashed is not None:
+                self._advance(part, piece, hashed)
+                followed.add(i)
+
+        return take
 
     def update(self, part: Range, pieces: Iterable[Bytes], renew: Callable[[], object] = lambda: None) -> None:
         """Take the bytes of a range, piece by piece, as they are in the file. Blocks until what is before was taken.
@@ -190,31 +215,53 @@ class Checks:
         """
         if self._manifest is None:
             return
-        for piece, data in zip(part.pieces, pieces, strict=True):
-            tensor = self._plan.entries[piece.entry].tensor
-            start = part.offset + piece.offset - tensor.offset
-            whole = data.size == tensor.nbytes
+        followed = self._followed.pop(part.index, ())
+        for i, (piece, data) in enumerate(zip(part.pieces, pieces, strict=True)):
+            if i in followed:
+                continue
+            start = self._start(part, piece)
+            whole = data.size == self._plan.entries[piece.entry].tensor.nbytes
             hashed = _Hashed(new_hash(self._algorithm)) if whole else self._turn(piece.entry, start)
             if hashed is None:
                 return
-            if not whole and start:
+            if start:
                 renew()
             hashed.found.update(data.data)
-            if start + data.size == tensor.nbytes:
-                self._compare(self._stretch(piece.entry), hashed.found.hexdigest())
-                continue
-            with self._changed:
-                hashed.nbytes += data.size
-                self._changed.notify_all()
+            self._advance(part, piece, hashed)
+
+    def _start(self, part: Range, piece: Piece) -> int:
+        """Where a piece begins within its tensor."""
+        return part.offset + piece.offset - self._plan.entries[piece.entry].tensor.offset
+
+    def _begin(self, part: Range, piece: Piece) -> _Hashed | None:
+        """How far a piece's tensor is hashed, as a copy: the piece may have to be read once more. ``None`` where it is not
+        its turn.
+        """
+        if not self._is_next(piece.entry, self._start(part, piece)):
+            return None
+        hashed = self._hashed.get(piece.entry)
+        return _Hashed(new_hash(self._algorithm)) if hashed is None else _Hashed(hashed.found.copy(), hashed.nbytes)
+
+    def _is_next(self, entry: int, start: int) -> bool:
+        """Whether a tensor is hashed up to byte ``start``."""
+        hashed = self._hashed.get(entry)
+        return start == (0 if hashed is None else hashed.nbytes)
 
     def _turn(self, entry: int, start: int) -> _Hashed | None:
         """Wait until a tensor is hashed up to byte ``start``; ``None`` where that will never be."""
         with self._changed:
-            hashed = self._hashed.get(entry)
-            if hashed is None:
-                hashed = self._hashed[entry] = _Hashed(new_hash(self._algorithm))
-            self._changed.wait_for(lambda: self._is_stopped or hashed.nbytes == start)
-            return None if self._is_stopped else hashed
+            self._changed.wait_for(lambda: self._is_stopped or self._is_next(entry, start))
+            return None if self._is_stopped else self._hashed.get(entry) or _Hashed(new_hash(self._algorithm))
+
+    def _advance(self, part: Range, piece: Piece, hashed: _Hashed) -> None:
+        """A piece was hashed: compare its tensor if it was the last one, else let the next one go on."""
+        hashed.nbytes = self._start(part, piece) + piece.nbytes
+        if hashed.nbytes == self._plan.entries[piece.entry].tensor.nbytes:
+            self._compare(self._stretch(piece.entry), hashed.found.hexdigest())
+            return
+        with self._changed:
+            self._hashed[piece.entry] = hashed
+            self._changed.notify_all()
 
     def stop(self) -> None:
         """The stream ends, however it does: nobody waits any more."""

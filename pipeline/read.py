@@ -15,16 +15,16 @@ import errno
 import mmap
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from ggufstream.errors import FileError, TruncatedFileError, UnreadableFileError
 from ggufstream.file_bytes import IOV_MAX, close_file, pread_into, read_error, skip
 from ggufstream.gguf_file import Shard
-from ggufstream.layouts import Bytes
+from ggufstream.layouts import STEP_BYTES, Bytes
 from ggufstream.load_plan import LoadPlan
 from ggufstream.options import IOMode
 from ggufstream.pages import (
@@ -44,6 +44,10 @@ __all__ = ["Choice", "DirectSource", "MappedSource", "PreadSource", "Source", "c
 NETWORK = ("nfs", "cifs", "smb", "ceph", "fuse", "9p", "lustre", "gpfs", "glusterfs", "afs", "virtiofs")
 _WARM = 0.5
 """Share of a file in the page cache from which reading through the cache wins over going around it."""
+
+
+Took: TypeAlias = Callable[[int, Iterator[memoryview]], object]
+"""Is given the number of a piece, and its bytes: see ``Source.fetch_into``."""
 
 
 class Choice(NamedTuple):
@@ -138,8 +142,16 @@ class Source(ABC):
         """
         return
 
-    def fetch_into(self, part: Range, destinations: Sequence[Bytes]) -> bool:
-        """Read each piece of a range straight into its destination; False where this source cannot."""
+    def fetch_into(self, part: Range, destinations: Sequence[Bytes], took: Took | None = None) -> bool:
+        """Read each piece of a range straight into its destination; False where this source cannot.
+
+        Args:
+            part: The range.
+            destinations: Of its pieces.
+            took: Is called for each piece, the last one first, with its number and its bytes in steps, each of which is read
+                when it is asked for: a core's cache has it then. All are to be taken. Not called by sources that read around
+                the page cache, in one go.
+        """
         return False
 
     def reads_in_place(self, part: Range) -> bool:
@@ -224,14 +236,14 @@ class PreadSource(Source):
     def fetch(self, part: Range, scratch: Bytes | None) -> Bytes:
         assert scratch is not None
         target = scratch[: part.nbytes]
-        self._read(part, [target])
+        self._read(part, [target], part.offset, part.nbytes)
         return target
 
-    def fetch_into(self, part: Range, destinations: Sequence[Bytes]) -> bool:
+    def fetch_into(self, part: Range, destinations: Sequence[Bytes], took: Took | None = None) -> bool:
         if not self.reads_in_place(part):
             return False
         try:
-            self._read_into(part, destinations)
+            self._read_into(part, destinations, took)
         except UnreadableFileError as error:
             # Some drivers' mapped memory cannot be the target of a read; it can be written by the processor.
             if error.errno != errno.EFAULT:
@@ -245,7 +257,12 @@ class PreadSource(Source):
             self._needs_scratch = True
             self.reason += f"; the driver's memory {why}, so bytes are copied there"
 
-    def _read_into(self, part: Range, destinations: Sequence[Bytes]) -> None:
+    def _read_into(self, part: Range, destinations: Sequence[Bytes], took: Took | None) -> None:
+        if took is not None:
+            # The first piece last: what is before it in its tensor, another thread may just be reading.
+            for i in reversed(range(len(destinations))):
+                took(i, self._steps(part, destinations[i], part.offset + part.pieces[i].offset))
+            return
         buffers: list[Bytes] = []
         position = 0
         for piece, destination in zip(part.pieces, destinations, strict=True):
@@ -253,16 +270,23 @@ class PreadSource(Source):
                 buffers.append(np.empty(piece.offset - position, np.uint8))
             buffers.append(destination)
             position = piece.offset + piece.nbytes
-        self._read(part, buffers)
+        self._read(part, buffers, part.offset, part.nbytes)
 
-    def _read(self, part: Range, buffers: list[Bytes]) -> None:
-        """Fill the buffers, in order, from the range's start."""
+    def _steps(self, part: Range, destination: Bytes, offset: int) -> Iterator[memoryview]:
+        """Fill the destination, and pass on each step once it was read."""
+        for start in range(0, destination.size, STEP_BYTES):
+            data = destination[start : start + STEP_BYTES]
+            self._read(part, [data], offset + start, data.size)
+            yield data.data
+
+    def _read(self, part: Range, buffers: list[Bytes], offset: int, nbytes: int) -> None:
+        """Fill the buffers, in order, with ``nbytes`` of a range from ``offset`` of the file on."""
         try:
-            count = pread_into(self.descriptor, buffers, part.offset)
+            count = pread_into(self.descriptor, buffers, offset)
         except OSError as error:
             left = sum(buffer.size for buffer in buffers)
-            raise self._failed(part, part.offset + part.nbytes - left, error) from None
-        if count < part.nbytes:
+            raise self._failed(part, offset + nbytes - left, error) from None
+        if count < nbytes:
             raise self._ended(part)
 
 
@@ -299,16 +323,16 @@ class DirectSource(PreadSource):
     def reads_in_place(self, part: Range) -> bool:
         return super().reads_in_place(part) and (self.mode == "pread" or self._plan.lies_in_pages(part))
 
-    def fetch_into(self, part: Range, destinations: Sequence[Bytes]) -> bool:
+    def fetch_into(self, part: Range, destinations: Sequence[Bytes], took: Took | None = None) -> bool:
         starts = [part.offset + piece.offset for piece in part.pieces]
         shifts = [to.ctypes.data - start for to, start in zip(destinations, starts, strict=True)]
         if self.mode == "direct" and self._plan.lies_in_pages(part) and any(shift % PAGE for shift in shifts):
             self._use_scratch("does not lie within a page as the file does")
-        return super().fetch_into(part, destinations)
+        return super().fetch_into(part, destinations, took)
 
-    def _read_into(self, part: Range, destinations: Sequence[Bytes]) -> None:
+    def _read_into(self, part: Range, destinations: Sequence[Bytes], took: Took | None) -> None:
         if self.mode == "pread":
-            super()._read_into(part, destinations)
+            super()._read_into(part, destinations, took)
             return
         buffers, copies = _pages(part, destinations)
         for buffer in buffers:
@@ -316,7 +340,7 @@ class DirectSource(PreadSource):
             with suppress(OSError):  # before Linux 5.14, or memory of a driver
                 advise(buffer, MADV_POPULATE_WRITE)
         if not self._read_pages(part, buffers):
-            super()._read_into(part, destinations)
+            super()._read_into(part, destinations, took)
             return
         for destination, data in copies:
             np.copyto(destination, data)

@@ -348,7 +348,7 @@ class Stream:
         if self._reads_in_place(part):
             destinations = [piece_runs[0] for piece_runs in runs]
             with self._timed(part, "read"):
-                is_read = source.fetch_into(part, destinations)
+                is_read = source.fetch_into(part, destinations, self._checks.follow(part))
             if is_read:
                 self._checks.update(part, destinations)
                 return

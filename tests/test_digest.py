@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,14 +102,32 @@ def checks_of(load_plan: LoadPlan, index: FileIndex, manifest: Manifest) -> Chec
     return Checks(plan=load_plan, sources=sources, manifest=manifest, sha256=(), passed=lambda *_: None)
 
 
-def hash_in_threads(load_plan: LoadPlan, checks: Checks, data: Bytes, threads: int) -> list[DigestMismatchError]:
-    """As a stream whose workers are never in order: of as many ranges as there are threads the last goes first."""
+def in_steps(data: Bytes, nbytes: int, *, fails: bool = False) -> Iterator[memoryview]:
+    for start in range(0, data.size, nbytes):
+        yield data[start : start + nbytes].data
+        if fails:
+            raise InterruptedError
+
+
+def hash_in_threads(
+    load_plan: LoadPlan, checks: Checks, data: Bytes, threads: int, *, followed: int = 0, failed: int = 0
+) -> list[DigestMismatchError]:
+    """As a stream whose workers are never in order: of as many ranges as there are threads the last goes first. Of every
+    so many ranges one is ``followed`` as it is read, and of so many one is read once more, since its first piece ``failed``.
+    """
     errors: list[DigestMismatchError] = []
 
     def work(part: Range) -> None:
         start = part.offset
+        pieces = [data[start + p.offset : start + p.offset + p.nbytes] for p in part.pieces]
         try:
-            checks.update(part, [data[start + p.offset : start + p.offset + p.nbytes] for p in part.pieces])
+            if followed and part.index % followed == 0:
+                take = checks.follow(part)
+                assert take is not None
+                with suppress(InterruptedError):
+                    for i in reversed(range(len(pieces))):
+                        take(i, in_steps(pieces[i], 3000, fails=i == 0 and failed and part.index % failed == 0))
+            checks.update(part, pieces)
         except DigestMismatchError as error:
             errors.append(error)
             checks.stop()
@@ -140,24 +159,34 @@ specs = st.lists(
     range_bytes=st.integers(4096, 64 << 10),
     threads=st.integers(1, 6),
     slice_bytes=st.integers(8, 64).map(lambda n: n << 10),
+    followed=st.integers(0, 3),
+    failed=st.integers(0, 3),
     data=st.data(),
 )
 def test_any_ranges_by_any_threads(
-    specs: list[Spec], range_bytes: int, threads: int, slice_bytes: int, data: st.DataObject, tmp_path_factory: Any
+    specs: list[Spec],
+    range_bytes: int,
+    threads: int,
+    slice_bytes: int,
+    followed: int,
+    failed: int,
+    data: st.DataObject,
+    tmp_path_factory: Any,
 ) -> None:
     index, content = write_file(index_of(specs), tmp_path_factory.getbasetemp() / "m.gguf")
     device = Device("tiny", max_slice_bytes=slice_bytes)
     load_plan = plan_of(index, device, range_bytes=range_bytes)
     manifest = made_up(specs, content, index)
     checks = checks_of(load_plan, index, manifest)
-    assert hash_in_threads(load_plan, checks, content, threads) == []
+    assert hash_in_threads(load_plan, checks, content, threads, followed=followed, failed=failed) == []
     report = checks.finish()
     assert report is not None
     assert (report.checked, report.algorithm, report.unchecked) == (len(specs), "xxh3", ())
 
     tensor = data.draw(st.sampled_from(index.tensors))
     content[tensor.offset + data.draw(st.integers(0, tensor.nbytes - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    errors = hash_in_threads(load_plan, checks_of(load_plan, index, manifest), content, threads)
+    checks = checks_of(load_plan, index, manifest)
+    errors = hash_in_threads(load_plan, checks, content, threads, followed=followed, failed=failed)
     assert {error.tensor for error in errors} == {tensor.name}
 
 
@@ -377,9 +406,9 @@ async def test_device_memory_is_not_read_back(
     path, manifest, _ = model
     read_into: list[str] = []
 
-    def fetch_into(source: read.PreadSource, part: Any, destinations: Any) -> bool:
+    def fetch_into(source: read.PreadSource, part: Any, *where: Any) -> bool:
         read_into.append(part.arena)
-        return original(source, part, destinations)
+        return original(source, part, *where)
 
     original = read.PreadSource.fetch_into
     monkeypatch.setattr(read.PreadSource, "fetch_into", fetch_into)
@@ -389,6 +418,57 @@ async def test_device_memory_is_not_read_back(
         read_into.clear()
         async with await ggufstream.load(path, backend=backend, io="pread", range_bytes=RANGE, digest=manifest):
             assert ("device" in read_into) == in_place
+
+
+@pytest.mark.parametrize("io", ["pread", "mmap"])
+@pytest.mark.asyncio
+async def test_one_worker_hashes_all_as_it_is_read(
+    model: tuple[Path, Path, FileIndex], monkeypatch: pytest.MonkeyPatch, io: Any
+) -> None:
+    """Every piece's turn has come. Of what is mapped and packed pieces are hashed afterwards."""
+    path, manifest, index = model
+    turns: list[int] = []
+
+    def turn(checks: Checks, entry: int, start: int) -> Any:
+        turns.append(start)
+        return original(checks, entry, start)
+
+    original = Checks._turn
+    monkeypatch.setattr(Checks, "_turn", turn)
+    monkeypatch.setattr(read, "STEP_BYTES", 1000)
+    with opened("cpu") as backend:
+        async with await ggufstream.load(
+            path, backend=backend, io=io, range_bytes=RANGE, workers=1, digest=manifest, lazy="off"
+        ) as loaded:
+            assert loaded.report.digest is not None
+            assert loaded.report.digest.checked == index.n_tensors
+    assert bool(turns) == (io == "mmap")
+
+
+@pytest.mark.asyncio
+async def test_memory_that_cannot_be_read_into_in_the_middle_of_a_piece(
+    model: tuple[Path, Path, FileIndex], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was hashed of it does not count: it is read and hashed once more."""
+    path, manifest, _ = model
+    calls: list[int] = []
+
+    def refuse(descriptor: int, buffers: Any, offset: int) -> int:
+        calls.append(offset)
+        if len(calls) == 22:  # within the second range
+            raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+        return original(descriptor, buffers, offset)
+
+    original = read.pread_into
+    monkeypatch.setattr(read, "pread_into", refuse)
+    monkeypatch.setattr(read, "STEP_BYTES", 1000)
+    with opened("cpu") as backend:
+        async with await ggufstream.load(
+            path, backend=backend, io="pread", range_bytes=RANGE, workers=1, digest=manifest, select=LARGE
+        ) as loaded:
+            assert "cannot be read into" in loaded.report.io_reason
+            assert loaded.report.digest is not None
+    assert calls[0] < calls[22] < calls[20], "the range once more, of which some steps were hashed"
 
 
 @pytest.mark.asyncio

@@ -53,8 +53,8 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, bool]]:
         counts["scratch", source._plan.lies_in_pages(part)] += 1
         return fetch(source, part, scratch)
 
-    def fetching_into(source: DirectSource, part: Range, destinations: Any) -> bool:
-        done = fetch_into(source, part, destinations)
+    def fetching_into(source: DirectSource, part: Range, *where: Any) -> bool:
+        done = fetch_into(source, part, *where)
         counts["in place", source._plan.lies_in_pages(part)] += done
         return done
 

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ggufstream import read
 from ggufstream.backends.host_memory import anonymous_memory
 from ggufstream.errors import FileChangedError, TruncatedFileError, UnreadableFileError
 from ggufstream.file_bytes import read_exactly
@@ -262,6 +263,79 @@ def test_fetch_into_many_pieces(file: File, count: int) -> None:
                 memory[i] = data[i * stride :][:7]
     for i in range(count):
         assert memory[i].tobytes() == file.data[1 + i * stride :][:7].tobytes()
+
+
+def steps_of(source: Source, part: Range, views: Sequence[Bytes]) -> tuple[list[int], list[list[int]]]:
+    """Read a range in steps: the pieces in the order in which they were read, and the sizes of the steps of each."""
+    order, sizes = [], []
+
+    def took(piece: int, steps: Iterator[memoryview]) -> None:
+        order.append(piece)
+        sizes.append([])
+        read = 0
+        for data in steps:
+            assert data == views[piece][read : read + len(data)].data, "it is where it belongs already"
+            sizes[-1].append(len(data))
+            read += len(data)
+            assert not views[piece][read:].any(), "and the rest is not read yet"
+
+    assert source.fetch_into(part, views, took)
+    return order, sizes
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_what_is_read_in_place_is_passed_on_in_steps(
+    file: File, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last piece first; also where a read is short, and where the file system refused O_DIRECT."""
+    monkeypatch.setattr(read, "STEP_BYTES", PAGE)
+    part = part_of(START, 3 * PAGE + 500, pieces=[(0, PAGE), (PAGE + 32, 2 * PAGE + 100), (3 * PAGE + 200, 300)])
+    with closing(file.open("direct" if refused else "pread")) as source:
+        if refused:
+            monkeypatch.setattr(os, "preadv", failing(errno.EINVAL, when=lambda descriptor, _: is_direct(descriptor)))
+            fetched(source, part_of(0, 1))
+        else:
+            monkeypatch.setattr(os, "preadv", piecewise(1000))
+        assert source.mode == "pread"
+        place = Place(part)
+        for view in place.views:
+            view[:] = 0
+        assert steps_of(source, part, place.views) == ([2, 1, 0], [[300], [PAGE, PAGE, 100], [PAGE]])
+    place.check(file.data)
+
+
+def test_reads_around_the_page_cache_are_not_cut(file: File) -> None:
+    part = part_of(START, 3 * PAGE, is_congruent=True)
+    place = Place(part)
+    with closing(file.open("direct")) as source:
+        assert steps_of(source, part, place.views) == ([], [])
+    place.check(file.data)
+
+
+@pytest.mark.parametrize("left", [0, PAGE + 10, 3 * PAGE])
+def test_truncated_within_a_step(folder: Path, left: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read, "STEP_BYTES", PAGE)
+    file = File(folder, name=f"step-{left}.gguf")
+    part = file.plan.ranges[0]
+    with closing(file.open("pread")) as source:
+        os.truncate(file.path, left)
+        with pytest.raises(TruncatedFileError) as caught:
+            source.fetch_into(part, Place(part).views, lambda _, steps: list(steps))
+    error = caught.value
+    assert (error.offset, error.needed, error.available) == (left, part.offset + part.nbytes, left)
+    assert error.tensor == file.plan.tensor_at(part, left)
+
+
+def test_a_read_error_within_a_step(file: File, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names the byte."""
+    monkeypatch.setattr(read, "STEP_BYTES", PAGE)
+    bad = START + 2 * PAGE
+    part = part_of(START, 3 * PAGE)
+    with closing(file.open("pread")) as source:
+        monkeypatch.setattr(os, "preadv", failing(errno.EIO, when=lambda _, offset: offset == bad))
+        with pytest.raises(UnreadableFileError) as caught:
+            source.fetch_into(part, Place(part).views, lambda _, steps: list(steps))
+    assert (caught.value.offset, caught.value.tensor) == (bad, "first")
 
 
 def test_direct_reads_do_not_go_to_a_place_of_another_alignment(file: File) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ggufstream.layouts.base import Bytes, Extent, Layout, Run
+from ggufstream.layouts.base import STEP_BYTES, Bytes, Extent, Layout, Run
 from ggufstream.layouts.f32 import F32
 from ggufstream.layouts.planar import Planar
 from ggufstream.layouts.raw import Raw
 from ggufstream.layouts.x8 import X8
 
-__all__ = ["F32", "X8", "Bytes", "Extent", "Layout", "Planar", "Raw", "Run"]
+__all__ = ["F32", "STEP_BYTES", "X8", "Bytes", "Extent", "Layout", "Planar", "Raw", "Run"]
