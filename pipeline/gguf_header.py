@@ -127,13 +127,13 @@ class _Parser:
         metadata = yield from self._metadata(n_pairs)
         alignment = self._alignment(metadata)
         self._claim(f"tensor count {n_tensors}", n_tensors, _TENSOR_MIN)
-        names, kinds, offsets = yield from self._tensor_table(n_tensors)
+        kinds, offsets = yield from self._tensor_table(n_tensors)
         end = self.pos
         del self.data[end:]
         data_offset = end + -end % alignment
         tensors = [  # TensorInfo() takes twice as long
             tuple.__new__(TensorInfo, (name, type_, dims, 0, data_offset + offset, nbytes))
-            for name, (type_, dims, nbytes), offset in zip(names, kinds, offsets, strict=True)
+            for (name, (type_, dims, nbytes)), offset in zip(kinds.items(), offsets, strict=True)
         ]
         tensors.sort(key=attrgetter("offset"))
         if n_tensors >= _RECORDS_A_PAUSE:
@@ -343,15 +343,13 @@ class _Parser:
             raise self._malformed(f"general.alignment is {value}, too large: the limit is {MAX_ALIGNMENT}")
         return value
 
-    def _tensor_table(self, n_tensors: int) -> Steps[tuple[list[str], list[_Kind], list[int]]]:
-        """Name, kind and offset of each tensor. A hot loop: there may be tens of thousands."""
+    def _tensor_table(self, n_tensors: int) -> Steps[tuple[dict[str, _Kind], list[int]]]:
+        """Each tensor's kind, by name, and offset. A hot loop: there may be tens of thousands."""
         data, u64 = self.data, U64.unpack_from
         pos, have, n_dims = self.pos, len(data), 0
         unpack, size = _AFTER_NAME[n_dims].unpack_from, _AFTER_NAME[n_dims].size
-        names: list[str] = []
-        kinds: list[_Kind] = []
+        kinds: dict[str, _Kind] = {}
         offsets: list[int] = []
-        seen: set[str] = set()
         known: dict[bytes, _Kind] = {}
         """By what the file says of it: many tensors are alike."""
         for index in range(n_tensors):
@@ -362,13 +360,15 @@ class _Parser:
                 end, n_dims = yield from self._tensor_record()
                 unpack, size = _AFTER_NAME[n_dims].unpack_from, _AFTER_NAME[n_dims].size
                 have = len(data)
-            name = decode_text(data[start:end])
-            if not name or isinstance(name, bytes):
-                wrong = f"a name that is not UTF-8: {quoted(name)}" if name else "an empty name"
-                raise self._malformed(f"tensor {index + 1} of {n_tensors} has {wrong}", offset=pos)
-            if name in seen:
+            try:
+                name = data[start:end].decode()
+            except UnicodeDecodeError:
+                wrong = f"a name that is not UTF-8: {quoted(bytes(data[start:end]))}"
+                raise self._malformed(f"tensor {index + 1} of {n_tensors} has {wrong}", offset=pos) from None
+            if not name:
+                raise self._malformed(f"tensor {index + 1} of {n_tensors} has an empty name", offset=pos)
+            if name in kinds:
                 raise self._malformed(f"duplicate tensor {quoted(name)}: it is there twice", tensor=name, offset=pos)
-            seen.add(name)
             found, said, offset = unpack(data, end)
             if found != n_dims:  # mostly, tensors have as many as the one before
                 n_dims = self._n_dims(found, end, name)
@@ -379,13 +379,12 @@ class _Parser:
             if kind is None:
                 self.record, self.pos = ("tensor", name), pos
                 kind = known[said] = self._kind(name, said)
-            names.append(name)
-            kinds.append(kind)
+            kinds[name] = kind
             offsets.append(offset)
             if index % _RECORDS_A_PAUSE == _RECORDS_A_PAUSE - 1:
                 yield 0
         self.pos = pos
-        return names, kinds, offsets
+        return kinds, offsets
 
     def _tensor_record(self) -> Steps[tuple[int, int]]:
         """Have all of a tensor's record, field by field, as the file may end in it.
