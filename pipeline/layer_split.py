@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, repeat
 
 from ggufstream.backends.base import Capabilities
 from ggufstream.errors import OptionError
@@ -17,13 +17,13 @@ __all__ = ["split_layers"]
 
 
 def split_layers(
-    tensors: Iterable[TensorInfo],
-    known: Mapping[str, Role],
+    tensors: Sequence[TensorInfo],
+    roles: Sequence[Role],
     devices: Sequence[Capabilities],
     options: LoadOptions,
     decider: Decider,
-) -> dict[int, int]:
-    """The device of each layer: consecutive layers, in proportion to the weights, or to what each device has free."""
+) -> list[int]:
+    """The device of each tensor: consecutive layers, in proportion to the weights, or to what each device has free."""
     shares = options.device_weights or _free_shares(devices)
     if len(shares) != len(devices):
         raise OptionError(
@@ -31,8 +31,8 @@ def split_layers(
             remedy="Give one weight a device",
         )
     if len(devices) == 1:
-        return dict.fromkeys((role.layer for role in known.values()), 0)
-    costs = _layer_costs(tensors, known, len(devices), decider)
+        return [0] * len(tensors)
+    costs = _layer_costs(tensors, roles, len(devices), decider)
     # Layers are laid side by side, each as wide as it is on the mean device, and the shares beside them: a layer goes
     # to the device whose share covers most of it.
     widths = {layer: sum(costs[layer]) / len(devices) for layer in sorted(costs)}
@@ -49,7 +49,7 @@ def split_layers(
         before = after
     if options.device_weights is None:
         _relieve(result, costs, devices)
-    return result
+    return [result[role.layer] for role in roles]
 
 
 def _counted(count: int, what: str) -> str:
@@ -57,15 +57,14 @@ def _counted(count: int, what: str) -> str:
 
 
 def _layer_costs(
-    tensors: Iterable[TensorInfo], known: Mapping[str, Role], devices: int, decider: Decider
+    tensors: Sequence[TensorInfo], roles: Sequence[Role], devices: int, decider: Decider
 ) -> dict[int, list[int]]:
     """Bytes that each layer takes on each device: layouts differ, tables may stay in the file, halves may be widened."""
     costs: dict[int, list[int]] = {}
-    for tensor in tensors:
-        role = known[tensor.name]
-        layer = costs.setdefault(role.layer, [0] * devices)
-        for device in range(devices):
-            decision = decider.decide(tensor, role, device)
+    for device in range(devices):
+        decisions = decider.decide(tensors, roles, repeat(device))
+        for tensor, role, decision in zip(tensors, roles, decisions, strict=True):
+            layer = costs.setdefault(role.layer, [0] * devices)
             if decision.device == device:
                 whole = Extent(type=tensor.type, rows=tensor.rows, row_blocks=tensor.row_blocks)
                 layer[device] += decision.layout.nbytes(whole)

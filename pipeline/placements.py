@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
@@ -109,7 +109,7 @@ def _parse(pattern: str, where: str, devices: int) -> _Override:
 
 
 class Decider:
-    """Decides tensor by tensor.
+    """Decides about tensors.
 
     Args:
         backends: The devices.
@@ -133,7 +133,7 @@ class Decider:
         self._capabilities = capabilities
         self._map_alignment = math.lcm(*(device.map_alignment for device in self._capabilities))
         self._options = options
-        self._overrides = overrides or None
+        self._overrides = overrides
         self._unmappable = unmappable
         self._crowded = crowded
         self._decisions: dict[tuple[object, ...], Decision] = {}
@@ -151,22 +151,27 @@ class Decider:
             case _:
                 return True
 
-    def decide(self, tensor: TensorInfo, role: Role, layer_device: int) -> Decision:
-        """Where this tensor goes, if its layer is on device ``layer_device``.
+    def decide(
+        self, tensors: Iterable[TensorInfo], roles: Iterable[Role], layer_devices: Iterable[int]
+    ) -> Iterator[Decision]:
+        """Where each of these tensors goes, if its layer is on that device.
 
         Raises:
             OptionError: An override asks for what cannot be.
         """
-        name, type_, dims, shard, offset, _ = tensor
-        # Asked in any case: a pattern that only meets lazy tables matches.
-        override = None if self._overrides is None else self._overrides.find(name)
-        intent, _, known = role
-        remote, shift = shard in self._unmappable, offset % self._map_alignment
-        alike = (type_, dims, intent, known, layer_device, override, remote, shift)
-        decision = self._decisions.get(alike)
-        if decision is None:
-            decision = self._decisions[alike] = self._decide(tensor, role, layer_device, override)
-        return decision
+        find = self._overrides.find if self._overrides else None
+        decisions, unmappable, map_alignment = self._decisions, self._unmappable, self._map_alignment
+        override = None
+        for tensor, role, device in zip(tensors, roles, layer_devices, strict=False):
+            name, type_, dims, shard, offset, _ = tensor
+            if find is not None:  # asked in any case: a pattern that only meets lazy tables matches
+                override = find(name)
+            intent, _, known = role
+            alike = (type_, dims, intent, known, device, override, shard in unmappable, offset % map_alignment)
+            decision = decisions.get(alike)
+            if decision is None:
+                decision = decisions[alike] = self._decide(tensor, role, device, override)
+            yield decision
 
     def _decide(self, tensor: TensorInfo, role: Role, layer_device: int, override: _Override | None) -> Decision:
         if self.is_lazy(tensor, role.intent):

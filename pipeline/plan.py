@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import compress
+from operator import not_
 from types import MappingProxyType
 from typing import NamedTuple
+
+import numpy as np
 
 from ggufstream.backends.base import Backend, Capabilities, cannot_map
 from ggufstream.decode import DECODABLE
@@ -25,8 +29,8 @@ from ggufstream.load_plan import DEVICE, HOST, ArenaPlan, Held, LoadPlan, PlanEn
 from ggufstream.options import STAGING_BYTES, Intent, LoadOptions, Placement
 from ggufstream.pages import PAGE, page_span
 from ggufstream.placements import Decider, Decision, Overrides, cut_rows, slice_limit
-from ggufstream.positions import FileSlice, positions
-from ggufstream.ranges import SliceSource, cut
+from ggufstream.positions import positions
+from ggufstream.ranges import SliceKind, SliceSource, cut
 from ggufstream.roles import Role, roles
 
 __all__ = ["check_tables", "make_plan"]
@@ -61,40 +65,46 @@ def make_plan(
     """
     devices = tuple(backend.capabilities for backend in backends)
     _check_alias(devices, options)
-    known = _roles(index, options)
+    names = [tensor.name for tensor in index.tensors]
+    known = _roles(index, names, options)
     select = re.compile(options.select) if options.select is not None else None
-    chosen = [tensor for tensor in index.tensors if select is None or select.search(tensor.name)]
+    selected = [True] * len(names) if select is None else [select.search(name) is not None for name in names]
+    chosen = list(compress(index.tensors, selected))
     if index.tensors and not chosen:
         raise OptionError(
             f"select={options.select!r} matches none of the {len(index.tensors)} tensors of {index.path}",
             remedy=f"The first is {quoted(index.tensors[0].name)}; inspect lists all",
         )
-    names = {tensor.name for tensor in chosen} if select is not None else known.keys()
-    skipped = tuple(tensor.name for tensor in index.tensors if tensor.name not in names)
-    floors = _floors(index.tensors)
+    wanted = [known[tensor.name] for tensor in chosen]
+    # Slices are numbered, and arenas filled, in the order in which a forward pass needs the tensors.
+    # Within a layer that is the order of the file, in which they are.
+    order = sorted(range(len(chosen)), key=[role.layer for role in wanted].__getitem__)
+    tensors = [chosen[i] for i in order]
+    wanted = [wanted[i] for i in order]
+    numbers = list(compress(range(len(names)), selected))
     overrides = Overrides(options.overrides, devices=len(devices))
 
     def decided(crowded: Mapping[int, int]) -> LoadPlan:
         decider = Decider(backends, devices, options, overrides, unmappable, crowded)
-        layers = split_layers(chosen, known, devices, options, decider)
-        planner = _Planner(decider, devices)
-        # Slices are numbered, and arenas filled, in the order in which a forward pass needs the tensors.
-        # Within a layer that is the order of the file, in which they are.
-        order = sorted(range(len(chosen)), key=[known[tensor.name].layer for tensor in chosen].__getitem__)
-        entries = {i: planner.entry(chosen[i], known[chosen[i].name], layers) for i in order}
-        arenas = {arena.name: arena.plan() for arena in planner.arenas.values()}
+        layer_devices = split_layers(tensors, wanted, devices, options, decider)
+        planner = _Planner(devices)
+        decisions = decider.decide(tensors, wanted, layer_devices)
+        planner.add_all(zip(order, tensors, wanted, decisions, strict=True))
+        arenas, congruent = planner.plan_arenas()
         return LoadPlan(
             path=index.path,
             devices=devices,
-            entries=tuple(entries[i] for i in range(len(chosen))),
+            entries=tuple(map(planner.entries.__getitem__, range(len(chosen)))),
             ranges=cut(
-                _sources(order, entries, arenas, floors),
+                planner.slices,
                 limit=_limit(options),
                 # Padding between neighbours is less than one alignment unit; nothing larger is read along.
                 max_gap=index.alignment - 1,
+                floor=lambda entry: _floor(index.tensors, numbers[entry]),
+                congruent=congruent,
             ),
             arenas=arenas,
-            skipped=skipped,
+            skipped=tuple(compress(names, map(not_, selected))),
             warnings=overrides.warnings,
         )
 
@@ -164,9 +174,9 @@ def _check_alias(devices: Sequence[Capabilities], options: LoadOptions) -> None:
             raise cannot_map(device)
 
 
-def _roles(index: FileIndex, options: LoadOptions) -> dict[str, Role]:
+def _roles(index: FileIndex, names: Iterable[str], options: LoadOptions) -> dict[str, Role]:
     """Roles by the naming convention, with the caller's intents in place of the default ones."""
-    result = roles(tensor.name for tensor in index.tensors)
+    result = roles(names)
     intents = options.intents
     if isinstance(intents, Mapping):
         for name in intents:
@@ -201,62 +211,66 @@ class _ArenaBuilder:
     mapped: bool = False
     span_bytes: int = 0
     """Most that is mapped in one piece."""
-    slices: list[FileSlice] = field(default_factory=list)
-    tensors: list[TensorInfo] = field(default_factory=list)
+    shards: list[int] = field(default_factory=list)
+    """Of each slice, in load order."""
+    offsets: list[int] = field(default_factory=list)
+    """Where its bytes begin there."""
+    kinds: list[SliceKind] = field(default_factory=list)
 
-    def add(self, tensor: TensorInfo, layout: Layout, slices: Iterable[SlicePlan]) -> int:
-        """Room for a tensor; the number of its first slice."""
-        first = len(self.slices)
-        for part in slices:
-            self.slices.append(FileSlice(tensor.shard, _offset(tensor, part), part.nbytes, layout.verbatim))
-        if self.mapped:
-            self.tensors.append(tensor)
-        return first
-
-    def plan(self) -> ArenaPlan:
+    def plan(self) -> tuple[ArenaPlan, list[bool]]:
+        """The plan, and for each slice whether it goes in unchanged and lies within a page as in the file."""
+        offsets = np.fromiter(self.offsets, np.int64)
+        verbatim = np.fromiter([kind.is_verbatim for kind in self.kinds], np.bool_)
+        starts = positions(
+            np.fromiter(self.shards, np.int64),
+            offsets,
+            np.fromiter([kind.nbytes for kind in self.kinds], np.int64),
+            verbatim,
+            alignment=self.alignment,
+            in_place=self.in_place,
+        )
+        leads = starts[:-1] % PAGE
         spans: tuple[Span, ...] = ()
         places: tuple[tuple[int, int], ...] = ()
         if self.mapped:
-            spans = _spans(self.tensors, self.span_bytes)
-            places = tuple(_place(tensor, spans) for tensor in self.tensors)
-        starts = positions(self.slices, alignment=self.alignment, in_place=self.in_place)
-        return ArenaPlan(
+            file_bytes = [kind.extent.file_bytes for kind in self.kinds]
+            spans = _spans(zip(self.shards, self.offsets, file_bytes, strict=True), self.span_bytes)
+            places = tuple(_place(*where, spans) for where in zip(self.shards, self.offsets, strict=True))
+        plan = ArenaPlan(
             name=self.name,
             device=self.device,
-            slice_bytes=tuple(end - start for start, end in pairwise(starts)),
-            leads=tuple(start % PAGE for start in starts[:-1]) if self.in_place else (),
+            slice_bytes=tuple(np.diff(starts).tolist()),
+            leads=tuple(leads.tolist()) if self.in_place else (),
             is_staged=self.is_staged,
             spans=spans,
             places=places,
         )
+        return plan, (self.in_place & verbatim & (leads == offsets % PAGE)).tolist()
 
 
-def _offset(tensor: TensorInfo, part: SlicePlan) -> int:
-    """Where the bytes of a slice begin in the file."""
-    return tensor.offset + part.first_block * tensor.type.block_bytes
+def _spans(slices: Iterable[tuple[int, int, int]], limit: int) -> tuple[Span, ...]:
+    """The pages of slices: shard, offset and bytes of each are given.
 
-
-def _spans(tensors: Iterable[TensorInfo], limit: int) -> tuple[Span, ...]:
-    """The pages of these tensors; spans grow together only where they share or touch pages, never over others.
-
-    Where one would grow above ``limit`` bytes the next begins, with the page that both share, if they do.
+    Spans grow together only where they share or touch pages, never over others. Where one would grow above ``limit`` bytes
+    the next begins, with the page that both share, if they do.
     """
-    spans: list[Span] = []
-    for tensor in sorted(tensors, key=lambda tensor: (tensor.shard, tensor.offset)):
-        first, last = page_span(tensor.offset, tensor.nbytes)
-        if spans and spans[-1].shard == tensor.shard and first <= spans[-1].last:
-            longer = replace(spans[-1], last=max(last, spans[-1].last))
-            if longer.nbytes <= limit:
-                spans[-1] = longer
+    spans: list[tuple[int, int, int]] = []
+    for shard, offset, nbytes in sorted(slices):
+        first, last = page_span(offset, nbytes)
+        if spans:
+            same_shard, start, end = spans[-1]
+            longer = max(last, end)
+            if same_shard == shard and first <= end and (longer - start) * PAGE <= limit:
+                spans[-1] = shard, start, longer
                 continue
-        spans.append(Span(shard=tensor.shard, first=first, last=last))
-    return tuple(spans)
+        spans.append((shard, first, last))
+    return tuple(Span(shard=shard, first=first, last=last) for shard, first, last in spans)
 
 
-def _place(tensor: TensorInfo, spans: Sequence[Span]) -> tuple[int, int]:
-    """The span that holds a tensor, and its offset there. ``spans`` is in file order."""
-    i = bisect_right(spans, (tensor.shard, tensor.offset // PAGE), key=lambda span: (span.shard, span.first)) - 1
-    return i, tensor.offset - spans[i].first * PAGE
+def _place(shard: int, offset: int, spans: Sequence[Span]) -> tuple[int, int]:
+    """The span that holds a slice, and its offset there. ``spans`` is in file order."""
+    i = bisect_right(spans, (shard, offset // PAGE), key=lambda span: (span.shard, span.first)) - 1
+    return i, offset - spans[i].first * PAGE
 
 
 class _Kind(NamedTuple):
@@ -264,18 +278,20 @@ class _Kind(NamedTuple):
 
     arena: _ArenaBuilder | None
     """``None`` where nothing is loaded."""
-    slices: Sequence[SlicePlan]
+    parts: Sequence[tuple[int, int, SliceKind]]
+    """Its slices: number, where the bytes begin in the tensor, and kind."""
     common: tuple[Intent, Placement, Layout, int | None, str | None, tuple[SlicePlan, ...], int, bool, str, bool]
     """The last fields of a ``PlanEntry``."""
 
 
 class _Planner:
-    """Decides tensor by tensor, in load order, and fills the arenas with their slices."""
+    """Fills the arenas with the slices of tensors, in load order."""
 
-    def __init__(self, decider: Decider, devices: Sequence[Capabilities]) -> None:
-        self._decider = decider
+    def __init__(self, devices: Sequence[Capabilities]) -> None:
         self._devices = devices
         self._kinds: dict[Decision, _Kind] = {}
+        self.entries: dict[int, PlanEntry] = {}
+        self.slices: list[SliceSource] = []
         self.arenas: dict[tuple[int | None, bool], _ArenaBuilder] = {}
         for i, device in enumerate(devices):
             suffix = f":{i}" if len(devices) > 1 else ""
@@ -291,32 +307,45 @@ class _Planner:
                 self.arenas[i, True] = _ArenaBuilder(f"mapped{suffix}", i, 1, mapped=True, span_bytes=span_bytes)
         self.arenas[None, False] = _ArenaBuilder(HOST, None, HOST_ALIGNMENT, in_place=True)
 
-    def entry(self, tensor: TensorInfo, role: Role, layers: Mapping[int, int]) -> PlanEntry:
-        layer = role.layer
-        decision = self._decider.decide(tensor, role, layers[layer])
-        kind = self._kinds.get(decision)
-        if kind is None:
-            kind = self._kinds[decision] = self._kind(tensor, role, decision)
-        arena, slices, common = kind
-        first_slice = 0 if arena is None else arena.add(tensor, decision.layout, slices)
-        return tuple.__new__(PlanEntry, (tensor, layer, first_slice, *common))  # PlanEntry() takes half as long again
+    def add_all(self, decided: Iterable[tuple[int, TensorInfo, Role, Decision]]) -> None:
+        """Add tensors, each with its number among the entries."""
+        new_entry = partial(tuple.__new__, PlanEntry)  # PlanEntry() takes twice as long
+        kinds, entries, append = self._kinds, self.entries, self.slices.append
+        for i, tensor, role, decision in decided:
+            kind = kinds.get(decision)
+            if kind is None:
+                kind = kinds[decision] = self._kind(tensor, role, decision)
+            arena, parts, common = kind
+            first_slice = 0
+            if arena is not None:
+                _, _, _, shard, offset, _ = tensor
+                first_slice = len(arena.kinds)
+                for part, start, slice_kind in parts:
+                    append((i, part, arena.name, first_slice + part, shard, offset + start, slice_kind))
+                    arena.shards.append(shard)
+                    arena.offsets.append(offset + start)
+                    arena.kinds.append(slice_kind)
+            own = tensor, role.layer, first_slice
+            entries[i] = new_entry(own + common)
 
     def _kind(self, tensor: TensorInfo, role: Role, decision: Decision) -> _Kind:
         stays = decision.placement is Placement.ROWS
         arena = None if stays else self.arenas[decision.device, decision.mapped]
         limits = None if decision.device is None else self._devices[decision.device]
         slices = []
+        parts: list[tuple[int, int, SliceKind]] = []
         first_block = 0
         for extent in () if stays or tensor.nbytes == 0 else cut_rows(tensor, decision.layout, limits):
-            nbytes = decision.layout.nbytes(extent)
-            slices.append(SlicePlan(extent=extent, first_block=first_block, nbytes=nbytes))
+            kind = SliceKind.of(extent, decision.layout)
+            parts.append((len(parts), first_block * kind.block_bytes, kind))
+            slices.append(SlicePlan(extent=extent, first_block=first_block, nbytes=kind.nbytes))
             first_block += extent.blocks
         reason = decision.reason
         if len(slices) > 1 and limits is not None:
             reason += f"; cut into {len(slices)} slices, the device binds at most {slice_limit(limits):,} bytes"
         return _Kind(
             arena if slices else None,
-            tuple(slices),
+            parts,
             (
                 role.intent,
                 decision.placement,
@@ -331,35 +360,21 @@ class _Planner:
             ),
         )
 
+    def plan_arenas(self) -> tuple[dict[str, ArenaPlan], dict[str, list[bool]]]:
+        """By name: the arenas, and of their slices which may be read straight into them, whole pages at a time."""
+        plans, congruent = {}, {}
+        for arena in self.arenas.values():
+            plans[arena.name], congruent[arena.name] = arena.plan()
+        return plans, congruent
 
-def _floors(tensors: Iterable[TensorInfo]) -> dict[str, int]:
-    """By tensor: where the bytes of the tensor before it in the file end. ``tensors`` is in file order."""
-    result = {}
-    same_shard = floor = 0
-    for name, _, _, shard, offset, nbytes in tensors:
-        if shard != same_shard:
-            same_shard, floor = shard, 0
-        result[name] = floor
+
+def _floor(tensors: Sequence[TensorInfo], i: int) -> int:
+    """Where the bytes of the tensor before number ``i`` end in its shard. ``tensors`` is in file order."""
+    shard = tensors[i].shard
+    for before in reversed(range(i)):
+        _, _, _, same_shard, offset, nbytes = tensors[before]
+        if same_shard != shard:
+            break
         if nbytes:
-            floor = offset + nbytes
-    return result
-
-
-def _sources(
-    order: Iterable[int],
-    entries: Mapping[int, PlanEntry],
-    arenas: Mapping[str, ArenaPlan],
-    floors: Mapping[str, int],
-) -> Iterator[SliceSource]:
-    """Every slice, in load order, with the place of its bytes in the file."""
-    for i in order:
-        entry = entries[i]
-        tensor, layout, arena = entry.tensor, entry.layout, entry.arena
-        floor = floors[tensor.name]
-        for number, part in enumerate(entry.slices, entry.first_slice):
-            assert arena is not None
-            offset, leads = _offset(tensor, part), arenas[arena].leads
-            congruent = layout.verbatim and bool(leads) and leads[number] == offset % PAGE
-            which = number - entry.first_slice
-            source = i, which, arena, tensor.shard, offset, floor, part.extent, layout, congruent
-            yield tuple.__new__(SliceSource, source)  # SliceSource() takes twice as long
+            return offset + nbytes
+    return 0

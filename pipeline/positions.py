@@ -6,64 +6,56 @@ other in the file keep their distance and need no room for that; where the file 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from ggufstream.pages import PAGE
 
-__all__ = ["FileSlice", "positions"]
+__all__ = ["Integers", "positions"]
+
+Integers: TypeAlias = npt.NDArray[np.int64]
 
 _LEAST_BYTES = 16 * PAGE
 """Stretches of a file below that are not worth a part of a page."""
 
 
-class FileSlice(NamedTuple):
-    """A slice, and where its bytes are. Bytes."""
-
-    shard: int
-    offset: int
-    nbytes: int
-    """At the destination."""
-    is_verbatim: bool
-    """It goes in unchanged."""
-
-
-def positions(slices: Sequence[FileSlice], *, alignment: int, in_place: bool) -> list[int]:
+def positions(
+    shards: Integers,
+    offsets: Integers,
+    sizes: Integers,
+    verbatim: npt.NDArray[np.bool_],
+    *,
+    alignment: int,
+    in_place: bool,
+) -> Integers:
     """The position of each slice, in the order given, a multiple of ``alignment``; and the end of the last, padded.
 
     Args:
-        slices: In load order.
+        shards: Of each slice, in load order.
+        offsets: Where its bytes begin in the shard.
+        sizes: Its bytes at the destination.
+        verbatim: Whether it goes in unchanged.
         alignment: Of positions.
         in_place: Where possible, positions lie within a page as the bytes do in the file. The first one may then be a
             part of a page above zero. A page is a multiple of ``alignment``.
     """
-    result: list[int] = []
-    end = 0
-    for stretch in _stretches(slices, alignment) if in_place else ([part] for part in slices):
-        first = stretch[0]
-        shift = end - first.offset
-        nbytes = stretch[-1].offset + stretch[-1].nbytes - first.offset
-        if in_place and first.is_verbatim and first.offset % alignment == 0 and nbytes >= _LEAST_BYTES:
-            shift += -shift % PAGE
-        for part in stretch:
-            start = part.offset + shift
-            result.append(start)
-            end = start + part.nbytes
-            end += -end % alignment
-    return [*result, end]
-
-
-def _stretches(slices: Sequence[FileSlice], alignment: int) -> Iterator[list[FileSlice]]:
-    """Slices that go in unchanged and follow each other in the file, with less than a page between two."""
-    stretch: list[FileSlice] = []
-    for part in slices:
-        if stretch:
-            last = stretch[-1]
-            gap = part.offset - last.offset - last.nbytes
-            follows = last.shard == part.shard and last.is_verbatim and part.is_verbatim
-            if not (follows and 0 <= gap < PAGE and last.offset % alignment == part.offset % alignment == 0):
-                yield stretch
-                stretch = []
-        stretch.append(part)
-    if stretch:
-        yield stretch
+    steps = np.concatenate(([0], sizes + -sizes % alignment))
+    starts: Integers = np.cumsum(steps)
+    if not in_place or not len(sizes):
+        return starts
+    fits = verbatim & (offsets % alignment == 0)
+    # Slices that go in unchanged and follow each other in the file, with less than a page between two, are one stretch.
+    distances = np.diff(offsets)
+    gaps = distances - sizes[:-1]
+    follows = fits[:-1] & fits[1:] & (shards[:-1] == shards[1:]) & (gaps >= 0) & (gaps < PAGE)
+    steps[1:-1] = np.where(follows, distances, steps[1:-1])
+    np.cumsum(steps, out=starts)
+    first = np.flatnonzero(np.concatenate(([True], ~follows)))
+    last = np.concatenate((first[1:], [len(sizes)])) - 1
+    first = first[fits[first] & (offsets[last] + sizes[last] - offsets[first] >= _LEAST_BYTES)]
+    # From the first slice of a stretch on, all move up by a part of a page, so that the stretch lies as in the file.
+    moves = np.zeros_like(starts)
+    moves[first] = np.diff(offsets[first] - starts[first], prepend=0) % PAGE
+    return starts + np.cumsum(moves)

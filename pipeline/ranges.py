@@ -7,13 +7,15 @@ a row is small enough; neighbours in the file that are small are joined.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from types import MappingProxyType
+from typing import NamedTuple, TypeAlias
 
 from ggufstream.layouts import Extent, Layout, Run
 
-__all__ = ["Piece", "Range", "SliceSource", "cut"]
+__all__ = ["Piece", "Range", "SliceKind", "SliceSource", "cut"]
 
 _LARGE = 4 << 20
 """A limit from which on the first ranges are smaller."""
@@ -22,21 +24,52 @@ MAX_PIECES = 256
 """Bound of the small tensors in one range, so that a cancel never waits for thousands of them."""
 
 
-class SliceSource(NamedTuple):
-    """A slice to be cut, and where its bytes are. ``entry`` and ``part`` come back in the pieces."""
+class SliceKind(NamedTuple):
+    """What slices that are alike have in common."""
 
-    entry: int
-    part: int
-    arena: str
-    shard: int
-    offset: int
-    """Of the slice's first block, in the shard's file."""
-    floor: int
-    """End of the tensor before it in the shard, loaded or not: what follows is padding."""
     extent: Extent
     layout: Layout
-    is_congruent: bool = False
-    """It lies within a page of its arena as in the file, and goes in unchanged."""
+    blocks: int
+    block_bytes: int
+    """In the file."""
+    nbytes: int
+    """At the destination."""
+    largest: int
+    """Bytes of a block, in the file or packed."""
+    runs: tuple[Run, ...]
+    """Of a whole slice."""
+    packed_bytes: int
+    """In them, without what lies between."""
+    is_verbatim: bool
+    only_moves: bool
+
+    @classmethod
+    def of(cls, extent: Extent, layout: Layout) -> SliceKind:
+        block_bytes = extent.type.block_bytes
+        runs = layout.runs(extent, 0, extent.blocks)
+        return cls(
+            extent=extent,
+            layout=layout,
+            blocks=extent.blocks,
+            block_bytes=block_bytes,
+            nbytes=layout.nbytes(extent),
+            largest=max(block_bytes, sum(run.nbytes for run in layout.runs(extent, 0, 1))),
+            runs=runs,
+            packed_bytes=sum(run.nbytes for run in runs),
+            is_verbatim=layout.verbatim,
+            only_moves=layout.only_moves,
+        )
+
+    def unit(self, limit: int) -> int:
+        """Blocks that stay together: a row, and what the layout keeps; no row where one takes more than ``limit`` bytes."""
+        unit = math.lcm(self.layout.granule(self.extent), self.layout.word_blocks)
+        rows = math.lcm(unit, self.extent.row_blocks)
+        return rows if rows * self.largest <= limit else unit
+
+
+SliceSource: TypeAlias = tuple[int, int, str, int, int, int, SliceKind]
+"""A slice to be cut: entry and part, which come back in the pieces; arena, and its number there, in load order; shard, and
+where the bytes begin there; kind. A bare tuple, because there is at least one a tensor, and only for a moment."""
 
 
 class Piece(NamedTuple):
@@ -72,7 +105,14 @@ class Range:
     """All of it lies within pages of the arena as in the file, too: whole pages can be read straight to their place."""
 
 
-def cut(slices: Iterable[SliceSource], *, limit: int, max_gap: int) -> tuple[Range, ...]:
+def cut(
+    slices: Iterable[SliceSource],
+    *,
+    limit: int,
+    max_gap: int,
+    floor: Callable[[int], int],
+    congruent: Mapping[str, Sequence[bool]] = MappingProxyType({}),
+) -> tuple[Range, ...]:
     """Cut and join ``slices``, in the order given, into ranges of at most ``limit`` bytes where that is possible.
 
     Ranges are filled up: a slice that the last one has no room for is cut, unless little would go there. The first ones are
@@ -82,15 +122,17 @@ def cut(slices: Iterable[SliceSource], *, limit: int, max_gap: int) -> tuple[Ran
         slices: In load order.
         limit: Bytes, in the file and packed. Only what a layout keeps together can make a range larger.
         max_gap: Bytes of padding between two neighbours that may be read along with them.
+        floor: By entry: where the tensor before it in the shard ends, loaded or not; what follows is padding.
+        congruent: Of arenas that files may be read straight into: for each slice, whether it goes in unchanged and lies
+            within a page as in the file.
     """
     ranges: list[Range] = []
     pieces: list[Piece] = []
-    kinds: dict[tuple[Extent, Layout], _Kind] = {}
-    """Slices that are alike are cut alike."""
-    shard = start = end = packed = moved = 0
+    new_piece = partial(tuple.__new__, Piece)  # Piece() takes twice as long
+    shard = start = end = packed = moved = first = number = 0
     least = limit // 4 if limit >= _LARGE else limit
     bound = least
-    arena, is_verbatim, only_moves, is_congruent = "", True, True, True
+    arena, is_verbatim, only_moves = "", True, True
 
     def close() -> None:
         nonlocal bound, moved
@@ -107,83 +149,46 @@ def cut(slices: Iterable[SliceSource], *, limit: int, max_gap: int) -> tuple[Ran
                     pieces=tuple(pieces),
                     is_verbatim=is_verbatim,
                     only_moves=only_moves,
-                    is_congruent=is_congruent,
+                    is_congruent=arena in congruent and all(congruent[arena][first : number + 1]),
                 )
             )
             pieces.clear()
 
-    for entry, part, to_arena, of_shard, offset, floor, extent, layout, congruent in slices:
-        kind = kinds.get((extent, layout))
-        if kind is None:
-            kind = kinds[extent, layout] = _kind(extent, layout, limit)
-        blocks, block_bytes, whole, packed_bytes, _, largest, _ = kind
+    for entry, part, to_arena, new_number, of_shard, offset, kind in slices:
+        extent, layout, blocks, block_bytes, _, largest, whole, packed_bytes, verbatim, moves = kind
         left = blocks
         while left:
-            joins = (
+            count = 0
+            if (
                 pieces
-                and (offset == end or floor <= end < offset <= end + max_gap)
+                and (offset == end or (end < offset <= end + max_gap and floor(entry) <= end))
                 and shard == of_shard
                 and arena == to_arena
                 and len(pieces) < MAX_PIECES
-            )
-            count = 0
-            if joins:
-                room = bound - max(offset - start, packed)
-                count = left if left * largest <= room else kind.within(room)
+            ):
+                count = left
+                free = bound - left * largest
+                if offset - start > free or packed > free:
+                    unit = kind.unit(limit)
+                    count = (bound - max(offset - start, packed)) // (unit * largest) * unit
+                    if count < max(1, limit // (unit * largest)) * unit // 4:
+                        count = 0  # so few are not worth a cut
             if count == 0:
                 close()
-                shard, arena, start, packed = of_shard, to_arena, offset, 0
-                is_verbatim = only_moves = is_congruent = True
-                count = min(left, kind.most(bound))
+                shard, arena, first, start, packed = of_shard, to_arena, new_number, offset, 0
+                is_verbatim = only_moves = True
+                unit = kind.unit(limit)
+                count = min(left, max(1, bound // (unit * largest)) * unit)
             nbytes, runs, added = count * block_bytes, whole, packed_bytes
             if count < blocks:
                 runs = layout.runs(extent, blocks - left, count)
                 added = sum(run.nbytes for run in runs)
-            piece = entry, part, offset - start, nbytes, runs
-            pieces.append(tuple.__new__(Piece, piece))  # Piece() takes twice as long
+            pieces.append(new_piece((entry, part, offset - start, nbytes, runs)))
+            number = new_number
             left -= count
             offset = end = offset + nbytes
             packed += added
-            is_verbatim &= layout.verbatim
-            only_moves &= layout.only_moves
-            is_congruent &= congruent
+            is_verbatim &= verbatim
+            only_moves &= moves
     close()
     return tuple(ranges)
-
-
-class _Kind(NamedTuple):
-    """How slices that are alike are cut."""
-
-    blocks: int
-    block_bytes: int
-    runs: tuple[Run, ...]
-    """Of a whole slice."""
-    packed_bytes: int
-    """The same."""
-    unit: int
-    """Blocks that stay together, as far as the limit allows it: a row, and what the layout keeps."""
-    largest: int
-    """Bytes of a block, in the file or packed."""
-    few: int
-    """Blocks that are not worth a cut."""
-
-    def most(self, room: int) -> int:
-        """How many blocks a range of ``room`` bytes takes, one unit at least."""
-        return max(1, room // (self.unit * self.largest)) * self.unit
-
-    def within(self, room: int) -> int:
-        """How many of more blocks go into a range that has ``room`` bytes left; none if they are few."""
-        count = room // (self.unit * self.largest) * self.unit
-        return count if count >= self.few else 0
-
-
-def _kind(extent: Extent, layout: Layout, limit: int) -> _Kind:
-    block_bytes = extent.type.block_bytes
-    largest = max(block_bytes, sum(run.nbytes for run in layout.runs(extent, 0, 1)))
-    unit = math.lcm(layout.granule(extent), layout.word_blocks)
-    rows = math.lcm(unit, extent.row_blocks)
-    if rows * largest <= limit:
-        unit = rows
-    runs = layout.runs(extent, 0, extent.blocks)
-    few = max(1, limit // (unit * largest)) * unit // 4
-    return _Kind(extent.blocks, block_bytes, runs, sum(run.nbytes for run in runs), unit, largest, few)

@@ -101,32 +101,41 @@ def _role(name: str) -> Role:
     return Role(intent if suffix == "weight" else Intent.BINDABLE, layer)
 
 
+class _Alike(dict[int, Role]):
+    """Roles that differ in the layer alone, by layer: fewer objects than tensors."""
+
+    def __init__(self, intent: Intent, known: bool) -> None:
+        self._intent, self._known = intent, known
+
+    def __missing__(self, layer: int) -> Role:
+        role = self[layer] = Role(self._intent, layer, self._known)
+        return role
+
+
 def roles(names: Iterable[str]) -> dict[str, Role]:
     """The role of every tensor of one model, by name.
 
     All names are needed at once: ``token_embd`` is also the output matrix where the file has no ``output.weight``.
     """
     result: dict[str, Role] = {}
-    kinds: dict[str, Role] = {}
+    kinds: dict[str, _Alike] = {}
     """By what follows the number of a block."""
+    alike: dict[tuple[Intent, bool], _Alike] = {}
     block, layer = "", 0
-    alike: dict[Role, Role] = {}
-    """Roles of this block, by kind: fewer objects than tensors."""
     for name in names:
-        if not block or not name.startswith(block):
+        rest = name.removeprefix(block)
+        if rest == name:
             found = _BLOCK.match(name)
             if found is None:
                 result[name] = _role(name)
                 continue
-            block, layer, alike = found[0], int(found[1]), {}
-        rest = name[len(block) :]
+            block, layer = found[0], int(found[1])
+            rest = name[len(block) :]
         kind = kinds.get(rest)
         if kind is None:
-            kind = kinds[rest] = _role(name)._replace(layer=0)
-        role = alike.get(kind)
-        if role is None:
-            role = alike[kind] = kind._replace(layer=layer)
-        result[name] = role
+            intent, _, known = _role(name)
+            kind = kinds[rest] = alike.setdefault((intent, known), _Alike(intent, known))
+        result[name] = kind[layer]
     if "token_embd.weight" in result and "output.weight" not in result:
         tied = result["token_embd.weight"]
         result["token_embd.weight"] = tied._replace(intent=tied.intent | Intent.LINEAR)

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from ggufstream.ggml_types import BY_NAME, GGMLType
 from ggufstream.layouts import F32, Extent, Layout, Planar, Raw, Run
-from ggufstream.ranges import MAX_PIECES, Range, SliceSource, cut
+from ggufstream.ranges import MAX_PIECES, Range, SliceKind, cut
 
 
 class Grouped(Raw):
@@ -24,6 +25,19 @@ class Grouped(Raw):
 
     def granule(self, extent: Extent) -> int:
         return 8 * extent.row_blocks
+
+
+class Source(NamedTuple):
+    """A slice, and where its bytes are; ``floor`` is the end of the tensor before it."""
+
+    entry: int
+    part: int
+    arena: str
+    shard: int
+    offset: int
+    floor: int
+    extent: Extent
+    layout: Layout
 
 
 def source(
@@ -37,8 +51,8 @@ def source(
     shard: int = 0,
     floor: int = 0,
     layout: Layout | None = None,
-) -> SliceSource:
-    return SliceSource(
+) -> Source:
+    return Source(
         entry=entry,
         part=0,
         arena=arena,
@@ -51,7 +65,7 @@ def source(
 
 
 @st.composite
-def sources(draw: st.DrawFn) -> list[SliceSource]:
+def sources(draw: st.DrawFn) -> list[Source]:
     """Slices one after the other in up to two shards, with gaps, in another order than the file's."""
     result = []
     ends = {0: 0, 1: 0}
@@ -75,12 +89,26 @@ def sources(draw: st.DrawFn) -> list[SliceSource]:
     return draw(st.permutations(result)) if moved else result
 
 
-def unit_of(made: SliceSource) -> int:
+def unit_of(made: Source) -> int:
     """Blocks that no cut may part."""
     return math.lcm(made.layout.granule(made.extent), made.layout.word_blocks)
 
 
-def check(given_: Sequence[SliceSource], ranges: Sequence[Range], *, limit: int, max_gap: int) -> None:
+def cut_all(made: Sequence[Source], *, limit: int, max_gap: int) -> tuple[Range, ...]:
+    floors = {one.entry: one.floor for one in made}
+    kinds = [SliceKind.of(one.extent, one.layout) for one in made]
+    return cut(
+        [
+            (one.entry, one.part, one.arena, number, one.shard, one.offset, kind)
+            for number, (one, kind) in enumerate(zip(made, kinds, strict=True))
+        ],
+        limit=limit,
+        max_gap=max_gap,
+        floor=floors.__getitem__,
+    )
+
+
+def check(given_: Sequence[Source], ranges: Sequence[Range], *, limit: int, max_gap: int) -> None:
     by_entry = {made.entry: made for made in given_}
     stretches: dict[int, list[tuple[int, int]]] = defaultdict(list)
     runs: dict[int, list[tuple[Run, ...]]] = defaultdict(list)
@@ -127,63 +155,63 @@ def check(given_: Sequence[SliceSource], ranges: Sequence[Range], *, limit: int,
 
 @settings(max_examples=100, deadline=None)
 @given(made=sources(), limit=st.sampled_from([1, 34, 100, 300, 1000, 4096, 100_000]), max_gap=st.integers(0, 40))
-def test_every_byte_is_in_exactly_one_piece(made: list[SliceSource], limit: int, max_gap: int) -> None:
-    check(made, cut(made, limit=limit, max_gap=max_gap), limit=limit, max_gap=max_gap)
+def test_every_byte_is_in_exactly_one_piece(made: list[Source], limit: int, max_gap: int) -> None:
+    check(made, cut_all(made, limit=limit, max_gap=max_gap), limit=limit, max_gap=max_gap)
 
 
 def test_nothing_gives_nothing() -> None:
-    assert cut([], limit=100, max_gap=31) == ()
+    assert cut_all([], limit=100, max_gap=31) == ()
 
 
 def test_neighbours_are_joined_up_to_the_limit() -> None:
     made = [source(32 * i, entry=i, rows=20, floor=32 * i - 12) for i in range(10)]
-    assert [len(part.pieces) for part in cut(made, limit=100, max_gap=31)] == [3, 3, 3, 1]
-    assert [part.nbytes for part in cut(made, limit=100, max_gap=31)] == [84, 84, 84, 20]
-    assert len(cut(made, limit=100, max_gap=11)) == 10
-    assert len(cut(made, limit=1 << 20, max_gap=12)) == 1
+    assert [len(part.pieces) for part in cut_all(made, limit=100, max_gap=31)] == [3, 3, 3, 1]
+    assert [part.nbytes for part in cut_all(made, limit=100, max_gap=31)] == [84, 84, 84, 20]
+    assert len(cut_all(made, limit=100, max_gap=11)) == 10
+    assert len(cut_all(made, limit=1 << 20, max_gap=12)) == 1
 
 
 def test_small_tensors_of_one_range_are_bounded() -> None:
     made = [source(i, entry=i) for i in range(3 * MAX_PIECES + 5)]
-    assert [len(part.pieces) for part in cut(made, limit=1 << 20, max_gap=0)] == [MAX_PIECES] * 3 + [5]
+    assert [len(part.pieces) for part in cut_all(made, limit=1 << 20, max_gap=0)] == [MAX_PIECES] * 3 + [5]
 
 
 @pytest.mark.parametrize("change", [{"arena": "host"}, {"shard": 1}, {"offset": 9}, {"offset": 42}])
 def test_a_range_stays_in_one_place(change: dict[str, object]) -> None:
     second = source(10, entry=1, rows=10)._replace(**change)
-    assert len(cut([source(0, rows=10), second], limit=1 << 20, max_gap=31)) == 2
-    assert len(cut([source(0, rows=10), source(10, entry=1, rows=10)], limit=1 << 20, max_gap=31)) == 1
+    assert len(cut_all([source(0, rows=10), second], limit=1 << 20, max_gap=31)) == 2
+    assert len(cut_all([source(0, rows=10), source(10, entry=1, rows=10)], limit=1 << 20, max_gap=31)) == 1
 
 
 def test_a_range_does_not_go_over_what_lies_between() -> None:
     """However small it is: the gap is within ``max_gap``, but it is not padding."""
     first, second = source(0, rows=10), source(20, entry=1, rows=10, floor=15)
-    assert len(cut([first, second], limit=1 << 20, max_gap=31)) == 2
-    assert len(cut([first, second._replace(floor=10)], limit=1 << 20, max_gap=31)) == 1
+    assert len(cut_all([first, second], limit=1 << 20, max_gap=31)) == 2
+    assert len(cut_all([first, second._replace(floor=10)], limit=1 << 20, max_gap=31)) == 1
 
 
 def test_a_row_larger_than_the_limit_is_cut_at_blocks() -> None:
     made = source(0, type_name="Q8_0", rows=3, row_blocks=10)
-    parts = cut([made], limit=100, max_gap=0)
+    parts = cut_all([made], limit=100, max_gap=0)
     assert {part.nbytes for part in parts} == {68}
     assert len(parts) == 15
 
 
-def test_a_block_larger_than_the_limit_is_not_cut() -> None:
-    parts = cut([source(0, type_name="Q6_K", rows=2, row_blocks=2)], limit=100, max_gap=0)
+def test_a_block_larger_than_the_limit_is_not_cut_all() -> None:
+    parts = cut_all([source(0, type_name="Q6_K", rows=2, row_blocks=2)], limit=100, max_gap=0)
     assert [part.nbytes for part in parts] == [210] * 4
 
 
 def test_planes_are_cut_at_whole_words() -> None:
     """Rows of three blocks of 34 bytes are cut where planes have whole words, too; within a row where four do not fit."""
     made = source(0, type_name="Q8_0", rows=9, row_blocks=3, layout=Planar())
-    assert [part.nbytes // 34 for part in cut([made], limit=34 * 26, max_gap=0)] == [24, 3]
-    assert [part.nbytes // 34 for part in cut([made], limit=34 * 10, max_gap=0)] == [8, 8, 8, 3]
-    assert [part.nbytes // 34 for part in cut([made], limit=34 * 3, max_gap=0)] == [4] * 6 + [3]
+    assert [part.nbytes // 34 for part in cut_all([made], limit=34 * 26, max_gap=0)] == [24, 3]
+    assert [part.nbytes // 34 for part in cut_all([made], limit=34 * 10, max_gap=0)] == [8, 8, 8, 3]
+    assert [part.nbytes // 34 for part in cut_all([made], limit=34 * 3, max_gap=0)] == [4] * 6 + [3]
 
 
-def test_a_granule_larger_than_the_limit_is_not_cut() -> None:
-    parts = cut([source(0, rows=20, row_blocks=100, layout=Grouped())], limit=1000, max_gap=0)
+def test_a_granule_larger_than_the_limit_is_not_cut_all() -> None:
+    parts = cut_all([source(0, rows=20, row_blocks=100, layout=Grouped())], limit=1000, max_gap=0)
     assert [part.nbytes for part in parts] == [800, 800, 400]
-    parts = cut([source(0, rows=20, row_blocks=100, layout=Grouped())], limit=500, max_gap=0)
+    parts = cut_all([source(0, rows=20, row_blocks=100, layout=Grouped())], limit=500, max_gap=0)
     assert [part.nbytes for part in parts] == [800, 800, 400]
