@@ -34,7 +34,7 @@ from ggufstream.ggml_types import Q2_0_G128
 from ggufstream.gguf_arrays import LazyArray
 from ggufstream.gguf_header import Header, parse_header
 from ggufstream.gguf_layout import TensorInfo, quoted
-from ggufstream.threads import in_thread
+from ggufstream.threads import in_thread, uncollected
 
 __all__ = ["FileIdentity", "FileIndex", "LazyArray", "Shard", "TensorInfo", "closest_names", "read_index"]
 
@@ -292,10 +292,12 @@ def _read_header(path: str, descriptor: int, size: int) -> Header:
     try:
         next(parser)
         while True:
-            wanted = parser.send(os.read(descriptor, nbytes))
-            while wanted == 0:
-                time.sleep(0)
-                wanted = parser.send(b"")
+            chunk = os.read(descriptor, nbytes)
+            with uncollected():
+                wanted = parser.send(chunk)
+                while wanted == 0:
+                    time.sleep(0)
+                    wanted = parser.send(b"")
             nbytes = READ_BYTES
     except StopIteration as stop:
         header: Header = stop.value
@@ -453,6 +455,7 @@ def _brief(value: object) -> str:
     return quoted(value) if isinstance(value, str | bytes) else repr(value)
 
 
+@uncollected()
 def _merge(given: str, parts: Sequence[tuple[Shard, Header]]) -> FileIndex:
     first = parts[0][1]
     metadata = first.metadata

@@ -32,6 +32,7 @@ from ggufstream.placements import Decider, Decision, Overrides, cut_rows, slice_
 from ggufstream.positions import positions
 from ggufstream.ranges import SliceKind, SliceSource, cut
 from ggufstream.roles import Role, roles
+from ggufstream.threads import uncollected
 
 __all__ = ["check_tables", "make_plan"]
 
@@ -41,6 +42,7 @@ HOST_ALIGNMENT = 32
 """Of slices in host memory: what files have, so that they can lie within a page as in the file."""
 
 
+@uncollected()
 def make_plan(
     index: FileIndex,
     *,

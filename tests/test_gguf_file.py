@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import gc
 import os
 import socket
 import struct
@@ -558,6 +559,17 @@ async def test_index_of_a_small_file(save: Save) -> None:
     with pytest.raises(UnknownTensorError, match=r"blk\.0\.q"):
         index.tensor("blk.0.k")
     assert len(repr(index)) < 300
+
+
+@pytest.mark.asyncio
+async def test_tensors_of_a_header_do_not_set_off_the_garbage_collector(save: Save) -> None:
+    path = save(gb.build([gb.Tensor(name=str(i), dims=(0,)) for i in range(10_000)]))
+    gc.collect()
+    before = gc.get_stats()[0]["collections"]
+    index = await read_index(path)
+    assert gc.get_stats()[0]["collections"] - before <= 3, "one as it is on again"
+    assert index.n_tensors == 10_000
+    assert gc.isenabled()
 
 
 @pytest.mark.asyncio

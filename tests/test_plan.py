@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import gc
 import json
 import os
 import re
@@ -108,6 +109,17 @@ def test_a_device_is_asked_once_what_it_can(index: FileIndex) -> None:
     backend = Asked()
     plan_of(index, backend)
     assert asked == [backend]
+
+
+def test_planning_does_not_set_off_the_garbage_collector() -> None:
+    index = index_of([Spec(f"blk.{i}.attn_q.weight") for i in range(3000)])
+    backend = Device()
+    gc.collect()
+    before = gc.get_stats()[0]["collections"]
+    load_plan = plan_of(index, backend)
+    assert gc.get_stats()[0]["collections"] - before <= 2, "one as it is on again"
+    assert len(load_plan.entries) == 3000
+    assert gc.isenabled()
 
 
 # --- Intent, layout, placement --------------------------------------------------------------------------------------
