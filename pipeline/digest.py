@@ -40,7 +40,7 @@ from ggufstream.load_plan import LoadPlan
 from ggufstream.manifest import Manifest
 from ggufstream.pages import PAGE, Residency, evict, page_span
 from ggufstream.ranges import Piece, Range
-from ggufstream.read import Source, Took
+from ggufstream.read import Source, Take
 from ggufstream.report import DigestReport
 from ggufstream.threads import in_thread
 
@@ -181,7 +181,7 @@ class Checks:
                 remedy="Give one for each shard, in order",
             )
 
-    def follow(self, part: Range) -> Took | None:
+    def follow(self, part: Range) -> Take | None:
         """What hashes a range's pieces as they are read, as far as their turn has come: never blocks. ``update`` does the
         rest. ``None`` where nothing is hashed.
         """
@@ -220,8 +220,7 @@ class Checks:
             if i in followed:
                 continue
             start = self._start(part, piece)
-            whole = data.size == self._plan.entries[piece.entry].tensor.nbytes
-            hashed = _Hashed(new_hash(self._algorithm)) if whole else self._turn(piece.entry, start)
+            hashed = self._turn(piece.entry, start)
             if hashed is None:
                 return
             if start:
@@ -239,8 +238,11 @@ class Checks:
         """
         if not self._is_next(piece.entry, self._start(part, piece)):
             return None
-        hashed = self._hashed.get(piece.entry)
-        return _Hashed(new_hash(self._algorithm)) if hashed is None else _Hashed(hashed.found.copy(), hashed.nbytes)
+        hashed = self._so_far(piece.entry)
+        return _Hashed(hashed.found.copy(), hashed.nbytes)
+
+    def _so_far(self, entry: int) -> _Hashed:
+        return self._hashed.get(entry) or _Hashed(new_hash(self._algorithm))
 
     def _is_next(self, entry: int, start: int) -> bool:
         """Whether a tensor is hashed up to byte ``start``."""
@@ -251,7 +253,7 @@ class Checks:
         """Wait until a tensor is hashed up to byte ``start``; ``None`` where that will never be."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_stopped or self._is_next(entry, start))
-            return None if self._is_stopped else self._hashed.get(entry) or _Hashed(new_hash(self._algorithm))
+            return None if self._is_stopped else self._so_far(entry)
 
     def _advance(self, part: Range, piece: Piece, hashed: _Hashed) -> None:
         """A piece was hashed: compare its tensor if it was the last one, else let the next one go on."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
+from ggufstream.collector import uncollected
 from ggufstream.errors import (
     FileChangedError,
     FileError,
@@ -34,7 +35,7 @@ from ggufstream.ggml_types import Q2_0_G128
 from ggufstream.gguf_arrays import LazyArray
 from ggufstream.gguf_header import Header, parse_header
 from ggufstream.gguf_layout import TensorInfo, quoted
-from ggufstream.threads import in_thread, uncollected
+from ggufstream.threads import in_thread
 
 __all__ = ["FileIdentity", "FileIndex", "LazyArray", "Shard", "TensorInfo", "closest_names", "read_index"]
 

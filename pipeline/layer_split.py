@@ -27,7 +27,8 @@ def split_layers(
     shares = options.device_weights or _free_shares(devices)
     if len(shares) != len(devices):
         raise OptionError(
-            f"device_weights has {_counted(len(shares), 'value')} for {_counted(len(devices), 'device')}",
+            f"device_weights has {len(shares)} value{'s' * (len(shares) != 1)} for {len(devices)} "
+            f"device{'s' * (len(devices) != 1)}",
             remedy="Give one weight a device",
         )
     if len(devices) == 1:
@@ -50,10 +51,6 @@ def split_layers(
     if options.device_weights is None:
         _relieve(result, costs, devices)
     return [result[role.layer] for role in roles]
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def _layer_costs(

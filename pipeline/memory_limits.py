@@ -77,8 +77,8 @@ def _left_by_group(version: _Version, folder: str) -> Iterator[int]:
             limits.append(int(_read(f"{folder}/{name}")))
     if not limits and not version.ancestors:
         return  # the kernel takes a while to count, even for nobody's use
-    words = _read(f"{folder}/memory.stat").split()
-    stat = dict(zip(words[::2], map(int, words[1::2]), strict=True))
+    lines = (line.partition(" ") for line in _read(f"{folder}/memory.stat").splitlines())
+    stat = {name: int(count) for name, _, count in lines if count.isdecimal()}
     if version.ancestors in stat:
         limits.append(stat[version.ancestors])
     if limits:

@@ -12,13 +12,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
-from operator import not_
 from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
 from ggufstream.backends.base import Backend, Capabilities, cannot_map
+from ggufstream.collector import uncollected
 from ggufstream.decode import DECODABLE
 from ggufstream.errors import OptionError, UnsupportedFileError
 from ggufstream.gguf_file import FileIndex, closest_names
@@ -32,7 +32,6 @@ from ggufstream.placements import Decider, Decision, Overrides, cut_rows, slice_
 from ggufstream.positions import positions
 from ggufstream.ranges import SliceKind, SliceSource, cut
 from ggufstream.roles import Role, roles
-from ggufstream.threads import uncollected
 
 __all__ = ["check_tables", "make_plan"]
 
@@ -77,21 +76,21 @@ def make_plan(
             f"select={options.select!r} matches none of the {len(index.tensors)} tensors of {index.path}",
             remedy=f"The first is {quoted(index.tensors[0].name)}; inspect lists all",
         )
-    wanted = [known[tensor.name] for tensor in chosen]
+    chosen_roles = [known[tensor.name] for tensor in chosen]
     # Slices are numbered, and arenas filled, in the order in which a forward pass needs the tensors.
     # Within a layer that is the order of the file, in which they are.
-    order = sorted(range(len(chosen)), key=[role.layer for role in wanted].__getitem__)
+    order = sorted(range(len(chosen)), key=[role.layer for role in chosen_roles].__getitem__)
     tensors = [chosen[i] for i in order]
-    wanted = [wanted[i] for i in order]
+    tensor_roles = [chosen_roles[i] for i in order]
     numbers = list(compress(range(len(names)), selected))
     overrides = Overrides(options.overrides, devices=len(devices))
 
     def decided(crowded: Mapping[int, int]) -> LoadPlan:
         decider = Decider(backends, devices, options, overrides, unmappable, crowded)
-        layer_devices = split_layers(tensors, wanted, devices, options, decider)
+        layer_devices = split_layers(tensors, tensor_roles, devices, options, decider)
         planner = _Planner(devices)
-        decisions = decider.decide(tensors, wanted, layer_devices)
-        planner.add_all(zip(order, tensors, wanted, decisions, strict=True))
+        decisions = decider.decide(tensors, tensor_roles, layer_devices)
+        planner.add_all(zip(order, tensors, tensor_roles, decisions, strict=True))
         arenas, congruent = planner.plan_arenas()
         return LoadPlan(
             path=index.path,
@@ -106,7 +105,7 @@ def make_plan(
                 congruent=congruent,
             ),
             arenas=arenas,
-            skipped=tuple(compress(names, map(not_, selected))),
+            skipped=tuple(name for name, is_chosen in zip(names, selected, strict=True) if not is_chosen),
             warnings=overrides.warnings,
         )
 

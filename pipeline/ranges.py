@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 from ggufstream.layouts import Extent, Layout, Run
@@ -111,7 +110,7 @@ def cut(
     limit: int,
     max_gap: int,
     floor: Callable[[int], int],
-    congruent: Mapping[str, Sequence[bool]] = MappingProxyType({}),
+    congruent: Mapping[str, Sequence[bool]],
 ) -> tuple[Range, ...]:
     """Cut and join ``slices``, in the order given, into ranges of at most ``limit`` bytes where that is possible.
 
@@ -123,8 +122,8 @@ def cut(
         limit: Bytes, in the file and packed. Only what a layout keeps together can make a range larger.
         max_gap: Bytes of padding between two neighbours that may be read along with them.
         floor: By entry: where the tensor before it in the shard ends, loaded or not; what follows is padding.
-        congruent: Of arenas that files may be read straight into: for each slice, whether it goes in unchanged and lies
-            within a page as in the file.
+        congruent: By arena: for each slice, whether it goes in unchanged and lies within a page as in the file, and the arena
+            may be filled straight from files.
     """
     ranges: list[Range] = []
     pieces: list[Piece] = []
@@ -149,7 +148,7 @@ def cut(
                     pieces=tuple(pieces),
                     is_verbatim=is_verbatim,
                     only_moves=only_moves,
-                    is_congruent=arena in congruent and all(congruent[arena][first : number + 1]),
+                    is_congruent=all(congruent[arena][first : number + 1]),
                 )
             )
             pieces.clear()

@@ -46,7 +46,7 @@ _WARM = 0.5
 """Share of a file in the page cache from which reading through the cache wins over going around it."""
 
 
-Took: TypeAlias = Callable[[int, Iterator[memoryview]], object]
+Take: TypeAlias = Callable[[int, Iterator[memoryview]], object]
 """Is given the number of a piece, and its bytes: see ``Source.fetch_into``."""
 
 
@@ -142,13 +142,13 @@ class Source(ABC):
         """
         return
 
-    def fetch_into(self, part: Range, destinations: Sequence[Bytes], took: Took | None = None) -> bool:
+    def fetch_into(self, part: Range, destinations: Sequence[Bytes], take: Take | None = None) -> bool:
         """Read each piece of a range straight into its destination; False where this source cannot.
 
         Args:
             part: The range.
             destinations: Of its pieces.
-            took: Is called for each piece, the last one first, with its number and its bytes in steps, each of which is read
+            take: Is called for each piece, the last one first, with its number and its bytes in steps, each of which is read
                 when it is asked for: a core's cache has it then. All are to be taken. Not called by sources that read around
                 the page cache, in one go.
         """
@@ -239,11 +239,11 @@ class PreadSource(Source):
         self._read(part, [target], part.offset, part.nbytes)
         return target
 
-    def fetch_into(self, part: Range, destinations: Sequence[Bytes], took: Took | None = None) -> bool:
+    def fetch_into(self, part: Range, destinations: Sequence[Bytes], take: Take | None = None) -> bool:
         if not self.reads_in_place(part):
             return False
         try:
-            self._read_into(part, destinations, took)
+            self._read_into(part, destinations, take)
         except UnreadableFileError as error:
             # Some drivers' mapped memory cannot be the target of a read; it can be written by the processor.
             if error.errno != errno.EFAULT:
@@ -257,11 +257,11 @@ class PreadSource(Source):
             self._needs_scratch = True
             self.reason += f"; the driver's memory {why}, so bytes are copied there"
 
-    def _read_into(self, part: Range, destinations: Sequence[Bytes], took: Took | None) -> None:
-        if took is not None:
+    def _read_into(self, part: Range, destinations: Sequence[Bytes], take: Take | None) -> None:
+        if take is not None:
             # The first piece last: what is before it in its tensor, another thread may just be reading.
             for i in reversed(range(len(destinations))):
-                took(i, self._steps(part, destinations[i], part.offset + part.pieces[i].offset))
+                take(i, self._steps(part, destinations[i], part.offset + part.pieces[i].offset))
             return
         buffers: list[Bytes] = []
         position = 0
@@ -323,16 +323,16 @@ class DirectSource(PreadSource):
     def reads_in_place(self, part: Range) -> bool:
         return super().reads_in_place(part) and (self.mode == "pread" or self._plan.lies_in_pages(part))
 
-    def fetch_into(self, part: Range, destinations: Sequence[Bytes], took: Took | None = None) -> bool:
+    def fetch_into(self, part: Range, destinations: Sequence[Bytes], take: Take | None = None) -> bool:
         starts = [part.offset + piece.offset for piece in part.pieces]
         shifts = [to.ctypes.data - start for to, start in zip(destinations, starts, strict=True)]
         if self.mode == "direct" and self._plan.lies_in_pages(part) and any(shift % PAGE for shift in shifts):
             self._use_scratch("does not lie within a page as the file does")
-        return super().fetch_into(part, destinations, took)
+        return super().fetch_into(part, destinations, take)
 
-    def _read_into(self, part: Range, destinations: Sequence[Bytes], took: Took | None) -> None:
+    def _read_into(self, part: Range, destinations: Sequence[Bytes], take: Take | None) -> None:
         if self.mode == "pread":
-            super()._read_into(part, destinations, took)
+            super()._read_into(part, destinations, take)
             return
         buffers, copies = _pages(part, destinations)
         for buffer in buffers:
@@ -340,7 +340,7 @@ class DirectSource(PreadSource):
             with suppress(OSError):  # before Linux 5.14, or memory of a driver
                 advise(buffer, MADV_POPULATE_WRITE)
         if not self._read_pages(part, buffers):
-            super()._read_into(part, destinations, took)
+            super()._read_into(part, destinations, take)
             return
         for destination, data in copies:
             np.copyto(destination, data)

@@ -14,15 +14,15 @@ import numpy as np
 
 from ggufstream.load_plan import LoadPlan
 from ggufstream.options import PageCacheMode, Placement
-from ggufstream.pages import PAGE, Residency, evict, is_being_read, page_span
+from ggufstream.pages import PAGE, Residency, cached_bytes, evict, is_being_read, page_span
 from ggufstream.ranges import Range
 from ggufstream.read import Source
 
 __all__ = ["Releaser"]
 
-READ_AHEAD_SECONDS = 0.002
-READ_AHEAD_LOOKS = 100
-"""How long, and how often at most, to wait for what the kernel reads ahead: 8 MiB a reader on some disks. Others may
+READ_AHEAD_SECONDS = 0.1
+LOOK_SECONDS = 0.002
+"""How long to wait at most for what the kernel reads ahead, 8 MiB a reader on some disks; and how often to look. Others may
 read the file all the time.
 """
 
@@ -87,21 +87,24 @@ class Releaser:
 
     def finish(self) -> None:
         """Everything is loaded: drop headers, padding and what the kernel read ahead, and all else once more."""
-        for shard, source in enumerate(self._sources):
-            for _ in range(READ_AHEAD_LOOKS):
-                # Pages that are still being read stay in the cache, whatever it is advised: wait for them.
-                is_late = self._evicts and is_being_read(source.descriptor, source.shard.size)
-                self._drop_all(shard)
-                if not is_late:
-                    break
-                time.sleep(READ_AHEAD_SECONDS)
+        self._drop_all()
+        if self._evicts and any(cached_bytes(source.descriptor) for source in self._sources):
+            # Pages that are still being read stay in the cache, whatever it is advised.
+            deadline = time.monotonic() + READ_AHEAD_SECONDS
+            while self._is_read_ahead() and time.monotonic() < deadline:
+                time.sleep(LOOK_SECONDS)
+            self._drop_all()
 
-    def _drop_all(self, shard: int) -> None:
-        position = 0
-        pages = -(-self._sources[shard].shard.size // PAGE)
-        for first, last in sorted([*self._kept[shard], (pages, pages)]):
-            self._drop(shard, position, first)
-            position = max(position, last)
+    def _is_read_ahead(self) -> bool:
+        return any(is_being_read(source.descriptor, source.shard.size) for source in self._sources)
+
+    def _drop_all(self) -> None:
+        for shard, source in enumerate(self._sources):
+            position = 0
+            pages = -(-source.shard.size // PAGE)
+            for first, last in sorted([*self._kept[shard], (pages, pages)]):
+                self._drop(shard, position, first)
+                position = max(position, last)
 
     def evict_mapped(self, shard: int, descriptor: int) -> None:
         """Nothing maps the pages any more that a device has read in place: evict them as all others."""

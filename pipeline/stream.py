@@ -1,4 +1,4 @@
-"""The pipeline: feed → read and repack → upload → release, as threads between lanes, owned by one task group.
+"""The pipeline: feed → read and repack → upload → release, as threads between lanes, and tasks that feed and tell.
 
 ::
 
@@ -161,7 +161,7 @@ class Stream:
                 send_runs, runs = anyio.create_memory_object_stream[Sequence[Range]](CHUNKS_AHEAD)
                 tasks.start_soon(self._grow, send_runs)
                 tasks.start_soon(self._feed, runs)
-                tasks.start_soon(self._tell)  # before the threads: it is what ends them
+                tasks.start_soon(self._tell)
                 await in_thread(self._start_threads)
                 tasks.start_soon(self._measure)
         except BaseExceptionGroup as group:
@@ -198,11 +198,8 @@ class Stream:
             self._news.put(self._fail)
 
     def _fail(self) -> None:
-        try:
-            if self._failure is not None:
-                raise self._failure
-        finally:
-            self._failure = None
+        assert self._failure is not None
+        raise self._failure
 
     def _close(self) -> None:
         """Wait for whatever is in flight and give all memory back, however the stream ended."""
@@ -455,20 +452,17 @@ class Stream:
 
     async def _tell(self) -> None:
         """Tell what is done, for as many ranges at once as there are, and give their budget back."""
-        try:
-            await in_thread(self._measure_memory)
-            self._sample(self._started)  # what is seen first stands for the beginning
-            while self._moving:
-                for tell in await self._news.get():
-                    tell()
-                await self._slabs.pass_on(is_last=not self._feeding)
-                if time.perf_counter() - self._sampled_at >= SAMPLE_SECONDS:
-                    self._sample(time.perf_counter())
-            await in_thread(self._finish)
-            self._sample(time.perf_counter())
-            self._probing.cancel()
-        finally:
-            self._stop()
+        await in_thread(self._measure_memory)
+        self._sample(self._started)  # what is seen first stands for the beginning
+        while self._moving:
+            for tell in await self._news.get():
+                tell()
+            await self._slabs.pass_on(is_last=not self._feeding)
+            if time.perf_counter() - self._sampled_at >= SAMPLE_SECONDS:
+                self._sample(time.perf_counter())
+        await in_thread(self._finish)
+        self._sample(time.perf_counter())
+        self._probing.cancel()
 
     def _stop(self) -> None:
         """However this ends, no thread waits for more."""

@@ -1,5 +1,4 @@
-"""Blocking work in threads, for coroutines that may be cancelled at any moment; how threads pass things on; and how one
-makes many objects.
+"""Blocking work in threads, for coroutines that may be cancelled at any moment; and how threads pass things on.
 
 A thread cannot be stopped. Whoever is cancelled while one works for it must wait for its end before freeing what it
 uses. anyio's shields hold off cancelled scopes, but not asyncio's own ``task.cancel()``, which timeouts and task groups
@@ -10,17 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import gc
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 import anyio
 import anyio.lowlevel
 
-__all__ = ["Lane", "Mailbox", "clean_up_in_thread", "in_thread", "uncollected", "uninterrupted"]
+__all__ = ["Lane", "Mailbox", "clean_up_in_thread", "in_thread", "uninterrupted"]
 
 _T = TypeVar("_T")
 
@@ -122,13 +120,9 @@ class Lane(Generic[_T]):
         woken = threading.Lock()
         woken.acquire()
         self._waiting.append(woken)
-        if not (self._items or self._is_closed):  # else it may have come before anybody knew of this thread
-            woken.acquire()
-            return
-        try:
-            self._waiting.remove(woken)
-        except ValueError:
-            self._wake()  # another in place of this one, which is awake
+        if self._items or self._is_closed:
+            self._wake()  # it may have come before anybody knew of this thread
+        woken.acquire()
 
     def _wake(self) -> bool:
         try:
@@ -177,36 +171,3 @@ class Mailbox(Generic[_T]):
         self._has_mail.clear()
         self._is_told = False  # before the items are taken: what comes after this tells anew
         return [self._items.popleft() for _ in range(len(self._items))]
-
-
-class _Collector:
-    """Python's garbage collector."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._suspensions = 0
-        self._was_on = False
-        """As the first of them began."""
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Leave the garbage collector off, until all who have asked for that are through, and then as it was.
-
-        For bounded work that makes tens of thousands of objects which all stay. Their number alone sets off one collection
-        after the other, and those look at every object of the process: they took most of the time of planning.
-        """
-        with self._lock:
-            if not self._suspensions:
-                self._was_on = gc.isenabled()
-                gc.disable()
-            self._suspensions += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._suspensions -= 1
-                if not self._suspensions and self._was_on:
-                    gc.enable()
-
-
-uncollected = _Collector().suspended

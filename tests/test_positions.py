@@ -18,7 +18,7 @@ KIB = 1 << 10
 
 
 class FileSlice(NamedTuple):
-    """A slice, and where its bytes are. Bytes."""
+    """A slice, and where its bytes are."""
 
     shard: int
     offset: int

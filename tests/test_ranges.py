@@ -105,6 +105,7 @@ def cut_all(made: Sequence[Source], *, limit: int, max_gap: int) -> tuple[Range,
         limit=limit,
         max_gap=max_gap,
         floor=floors.__getitem__,
+        congruent={one.arena: [False] * len(made) for one in made},
     )
 
 
@@ -197,7 +198,7 @@ def test_a_row_larger_than_the_limit_is_cut_at_blocks() -> None:
     assert len(parts) == 15
 
 
-def test_a_block_larger_than_the_limit_is_not_cut_all() -> None:
+def test_a_block_larger_than_the_limit_is_not_cut() -> None:
     parts = cut_all([source(0, type_name="Q6_K", rows=2, row_blocks=2)], limit=100, max_gap=0)
     assert [part.nbytes for part in parts] == [210] * 4
 
@@ -210,7 +211,7 @@ def test_planes_are_cut_at_whole_words() -> None:
     assert [part.nbytes // 34 for part in cut_all([made], limit=34 * 3, max_gap=0)] == [4] * 6 + [3]
 
 
-def test_a_granule_larger_than_the_limit_is_not_cut_all() -> None:
+def test_a_granule_larger_than_the_limit_is_not_cut() -> None:
     parts = cut_all([source(0, rows=20, row_blocks=100, layout=Grouped())], limit=1000, max_gap=0)
     assert [part.nbytes for part in parts] == [800, 800, 400]
     parts = cut_all([source(0, rows=20, row_blocks=100, layout=Grouped())], limit=500, max_gap=0)

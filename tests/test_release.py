@@ -72,7 +72,7 @@ class Watch:
             source.evicted += range(first, last)
 
         monkeypatch.setattr("ggufstream.release.evict", evict)
-        monkeypatch.setattr("ggufstream.release.is_being_read", lambda descriptor, size: False)
+        monkeypatch.setattr("ggufstream.release.cached_bytes", lambda descriptor: 0)
         self.releaser = Releaser(load_plan, cast("list[Source]", self.sources), residency, mode)
 
 
@@ -297,7 +297,7 @@ def test_keep_leaves_everything(path: Path, mode: IOMode) -> None:
 @modes
 def test_what_the_kernel_still_reads_ahead_goes_too(path: Path, mode: IOMode) -> None:
     """Such pages stay in the cache, whatever it is advised: as they arrive, the load may be over."""
-    specs = [Spec("output.weight", "I8", (1 << 20, 64))]
+    specs = [Spec("output.weight", "I8", (1 << 20, 8))]
     index, _ = write_file(index_of(specs), path)
     chill(path)
     load_plan = plan_of(index)
@@ -312,3 +312,17 @@ def test_what_the_kernel_still_reads_ahead_goes_too(path: Path, mode: IOMode) ->
         releaser.finish()
         assert not is_being_read(file.fileno(), shard.size)
         assert Residency(file.fileno(), shard.size).cached_bytes == 0
+
+
+def test_who_else_reads_the_file_is_not_waited_for_for_ever(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor are his pages dropped again and again."""
+    dropped: list[tuple[int, int]] = []
+    monkeypatch.setattr("ggufstream.release.is_being_read", lambda descriptor, size: True)
+    monkeypatch.setattr("ggufstream.release.cached_bytes", lambda descriptor: PAGE)
+    monkeypatch.setattr("ggufstream.release.READ_AHEAD_SECONDS", 0.01)
+    monkeypatch.setattr("ggufstream.release.evict", lambda descriptor, first, last: dropped.append((first, last)))
+    index, _ = write_file(index_of([Spec("output.weight", "I8", (1 << 20, 1))]), path)
+    load_plan = plan_of(index)
+    source = FakeSource(index.shards[0], -1)
+    Releaser(load_plan, cast("list[Source]", [source]), [Residency(-1, 0)], "drop").finish()
+    assert dropped == [(0, -(-index.shards[0].size // PAGE))] * 2

@@ -36,7 +36,8 @@ def test_a_lane_hands_each_item_to_one_reader_and_its_end_to_all() -> None:
         assert sorted(item for reader in readers for item in reader.result(10)) == list(range(1000))
 
 
-def test_a_lane_wakes_somebody_for_each_item() -> None:
+@pytest.mark.asyncio
+async def test_a_lane_wakes_somebody_for_each_item() -> None:
     lane: Lane[int] = Lane()
     done: SimpleQueue[int] = SimpleQueue()
 
@@ -49,15 +50,18 @@ def test_a_lane_wakes_somebody_for_each_item() -> None:
         for i in range(1000):  # between two of them all readers wait again, or are about to
             lane.put(i)
             assert done.get(timeout=10) == i
+        await until(lambda: len(lane._waiting) == 3)
         lane.close()
         for reader in readers:
             reader.result(10)
 
 
-def test_a_stopped_lane_gives_nothing_more() -> None:
+@pytest.mark.asyncio
+async def test_a_stopped_lane_gives_nothing_more() -> None:
     lane: Lane[int] = Lane()
     with ThreadPoolExecutor(3) as threads:
         waiting = [threads.submit(lane.get) for _ in range(3)]
+        await until(lambda: len(lane._waiting) == 3)
         lane.stop()
         assert [reader.result(10) for reader in waiting] == [None] * 3
     lane.put(1)

@@ -1,4 +1,4 @@
-"""Threads: what the garbage collector does while some make many objects. How they pass things on: ``test_stream``."""
+"""The garbage collector is off while many objects are made, and on again after it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ggufstream.threads import uncollected
+from ggufstream.collector import uncollected
 
 
 @pytest.fixture(autouse=True)
