@@ -185,7 +185,10 @@ class Stream:
         if not self._releaser.is_idle:
             works.append(self._release)
         for number, work in enumerate(works):
-            thread = threading.Thread(target=copy_context().run, args=(self._report, work), name=f"ggufstream_{number}")
+            # Where the event loop stops in the middle nobody ends them, and a process waits for all but daemons at its exit.
+            thread = threading.Thread(
+                target=copy_context().run, args=(self._report, work), name=f"ggufstream_{number}", daemon=True
+            )
             thread.start()
             self._threads.append(thread)
 

@@ -8,6 +8,8 @@ import gc
 import importlib
 import os
 import resource
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -525,6 +527,29 @@ async def test_threads_that_run_already_leave_nothing_when_another_cannot_be_sta
             # Three workers, one who uploads, and one who releases, as there is something to drop.
             await ggufstream.load(path, backend=backend, workers=3, range_bytes=RANGE, page_cache="drop")
         assert refused.is_set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["cpu", "simulated:discrete-24g"])
+def test_an_event_loop_that_stops_in_the_middle_lets_the_process_end(path: Path, backend: str) -> None:
+    program = f"""
+import asyncio, threading, ggufstream
+
+def stop(event):
+    if isinstance(event, ggufstream.events.Progress):
+        raise KeyboardInterrupt
+
+loop = asyncio.new_event_loop()
+try:
+    loop.run_until_complete(
+        ggufstream.load({str(path)!r}, backend={backend!r}, range_bytes={RANGE}, workers=2, sinks=[stop])
+    )
+except KeyboardInterrupt:
+    assert any(thread.name.startswith("ggufstream") for thread in threading.enumerate())
+    print("stopped")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "stopped\n"), done.stderr
 
 
 @pytest.mark.asyncio
